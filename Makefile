@@ -1,0 +1,70 @@
+# Each target sets up what it needs in .venv, with pip; no environment has to be active, and an active one is left alone.
+# Another interpreter: make PYTHON=/path/to/python3.12 demo
+
+.DEFAULT_GOAL := help
+PYTHON := python3.11 python3
+BIN := .venv/bin
+# Touched when the installation is complete: an interrupted one is done again, a finished one only when its inputs change.
+INSTALLED := .venv/.installed
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@python=; for candidate in $(PYTHON); do \
+	    "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && python=$$candidate && break; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "Python 3.10 or newer is needed, and none of these is one: $(PYTHON). Install it (Debian, Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3 ..." >&2; exit 1; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    version=$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	    echo "$$python cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python$$version-venv)." >&2; exit 1; \
+	fi; \
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
+	@echo "Installing into .venv (a few minutes the first time, most of it PyTorch) ..."
+	@# -qq: errors only. PEP 517 builds DeepSpeed, which comes as source, the same way under old and new versions of pip.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 -c constraints.txt -e ".[dev,interop,plot]"
+	@touch $@
+
+.PHONY: help
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+.PHONY: install
+install: $(INSTALLED)  ## set up .venv and nothing else
+
+.PHONY: demo
+demo: $(INSTALLED)  ## write the embedded example to runs/demo and train on it
+	$(BIN)/python -m gradiend_dist.demo runs/demo
+	@# --quiet: a failed run ends with its own message, not with a second traceback of the launcher.
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/single.yaml -m gradiend_dist.train --config runs/demo/run.yaml
+
+.PHONY: test
+test: lint pytest  ## linter, types and the default test suite
+
+.PHONY: check
+check: format-check lint pytest  ## what a change must pass: formatting, linter, types and the default test suite
+
+.PHONY: format-check
+format-check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+
+.PHONY: lint
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.PHONY: pytest
+pytest: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+.PHONY: test-slow
+test-slow: $(INSTALLED)  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+.PHONY: bench
+bench: $(INSTALLED)  ## every benchmarks/bench_*.py, one after the other
+	@set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+.PHONY: clean
+clean:  ## remove .venv, runs/demo, builds and caches
+	rm -rf .venv runs/demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

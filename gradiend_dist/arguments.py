@@ -1,0 +1,491 @@
+"""The documented arguments, grouped by concern, checked where they are created.
+
+`TrainingArguments` is flat for its users, as in Hugging Face Trainer and the reference package, and built from small
+groups for its readers. Nothing here is accepted and ignored: a value that cannot be honoured is an error that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gradiend_dist.compat import CORRECTED, REFERENCE, Behaviour
+from gradiend_dist.errors import UserError
+
+Gradient = Literal["factual", "alternative", "diff"]
+Part = Literal["encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum"]
+
+PARTS = ("encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum")
+GRADIENTS = ("factual", "alternative", "diff")
+ACTIVATIONS = ("tanh", "relu", "leakyrelu", "gelu", "silu", "elu", "sigmoid", "smht", "id")
+OBJECTIVES = ("auto", "mlm_mask_token", "clm_next_token")
+SCHEDULERS = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+)
+
+# Arguments of the reference that have no meaning here, with what to do instead. A user who brings a working
+# configuration over should learn that from one line, not from a guess at a typo.
+NOT_SUPPORTED = {
+    "precompute_gradient_batches": "gradients are computed once and kept, see gradient_store_gib",
+    "precompute_gradient_buffer_size": "gradients are computed once and kept, see gradient_store_gib",
+    "gradient_timing_steps": "step times are always written to training.json",
+    "runtime_monitor": "step times are always written to training.json",
+    "runtime_monitor_interval": "step times are always written to training.json",
+    "runtime_monitor_system_stats": "step times are always written to training.json",
+    "lr_search_config": "there is no learning-rate search; pass a number as learning_rate",
+    "model_use_cache": "the key/value cache is never used for gradients",
+    "base_model_device_map": "use device_base_model, or launch on several processes",
+    "base_model_max_memory": "use device_base_model, or launch on several processes",
+    "positive_class": "the first of target_classes is the positive one",
+    "decoder_mlm_head_epochs": "the objective clm_mlm_head is not available",
+    "decoder_mlm_head_batch_size": "the objective clm_mlm_head is not available",
+    "decoder_mlm_head_lr": "the objective clm_mlm_head is not available",
+    "decoder_mlm_head_max_size": "the objective clm_mlm_head is not available",
+    "decoder_sequence_cloze_rhs_window": "the objective clm_sequence_cloze is not available",
+    "decoder_eval_max_size_training_like": "evaluate_decoder is not part of this version",
+    "decoder_eval_max_size_neutral": "evaluate_decoder is not part of this version",
+    "decoder_eval_lrs": "evaluate_decoder is not part of this version",
+    "decoder_eval_feature_factors": "evaluate_decoder is not part of this version",
+    "split_resplit_per_seed": "splits are the same for every seed",
+    "split_resplit_strategy": "splits are the same for every seed",
+    "reuse_pre_prune": "the pruned space is computed once for all seeds",
+    "highlight_non_convergence": "seeds that did not converge are always marked",
+}
+
+
+def help_field(default: Any, text: str, **metadata: Any) -> Any:
+    """A dataclass field with the one sentence that `--help` shows."""
+    if callable(default):
+        return field(default_factory=default, metadata={"help": text, **metadata})
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    require(value in choices, f"{name}={value!r} is not known: choose one of {', '.join(choices)}.")
+
+
+def require_positive(name: str, value: float | None, *, zero: bool = False) -> None:
+    low = "at least 0" if zero else "positive"
+    fine = value is None or (value >= 0 if zero else value > 0)
+    require(fine, f"{name}={value} must be {low}: pass a larger number.")
+
+
+def check_topk(name: str, topk: int | float | None) -> None:
+    """A float is a share in (0, 1], an int a count of at least 1; None leaves the step out."""
+    if topk is None:
+        return
+    require(
+        not isinstance(topk, bool) and isinstance(topk, int | float),
+        f"{name}={topk!r} is not a number: pass a share like 0.01 or a count like 1000.",
+    )
+    if isinstance(topk, float):
+        require(0.0 < topk <= 1.0, f"{name}={topk} is not a share in (0, 1]: pass e.g. 0.01, or an int for a count.")
+    else:
+        require(topk >= 1, f"{name}={topk} keeps nothing: pass at least 1, or a share like 0.01.")
+
+
+@dataclass(kw_only=True)
+class PrePruneConfig:
+    """Pruning before training, by the mean gradient of a few examples."""
+
+    n_samples: int = help_field(8, "Examples whose mean gradient ranks the weights, split evenly over both directions.")
+    topk: int | float | None = help_field(0.1, "Weights to keep: a share (0.01) or a count (1000).")
+    threshold: float | None = help_field(None, "Keep weights whose absolute mean gradient is at least this.")
+    source: str = help_field("alternative", "Which gradient ranks: factual, alternative or diff.")
+    seed: int | None = help_field(None, "Seed of the sample. None: the seed of the run.")
+
+    def __post_init__(self) -> None:
+        require_positive("pre_prune_config.n_samples", self.n_samples)
+        require_positive("pre_prune_config.threshold", self.threshold, zero=True)
+        require_choice("pre_prune_config.source", self.source, GRADIENTS)
+        check_topk("pre_prune_config.topk", self.topk)
+        require(
+            self.topk is not None or self.threshold is not None,
+            "pre_prune_config has neither topk nor threshold: pass one of them, or leave pre_prune_config out.",
+        )
+
+
+@dataclass(kw_only=True)
+class PostPruneConfig:
+    """Pruning after training, by the size of the trained weights."""
+
+    topk: int | float | None = help_field(0.01, "Weights to keep: a share (0.01) or a count (1000).")
+    threshold: float | None = help_field(None, "Keep weights whose importance is at least this.")
+    mask: Any = help_field(None, "Boolean mask over the trained space; Python only.")
+    part: str = help_field("decoder-weight", f"Importance is read from: {', '.join(PARTS)}.")
+
+    def __post_init__(self) -> None:
+        require_positive("post_prune_config.threshold", self.threshold, zero=True)
+        require_choice("post_prune_config.part", self.part, PARTS)
+        check_topk("post_prune_config.topk", self.topk)
+        require(
+            self.topk is not None or self.threshold is not None or self.mask is not None,
+            "post_prune_config has none of topk, threshold and mask: pass one, or leave post_prune_config out.",
+        )
+
+
+@dataclass(kw_only=True)
+class OutputArguments:
+    """Where results go and what is kept."""
+
+    experiment_dir: str | None = help_field(None, "Root of this experiment; results go to experiment_dir[/run_id].")
+    output_dir: str | None = help_field(None, "Directory of the promoted model. None: experiment_dir[/run_id]/model.")
+    use_cache: bool | str = help_field(
+        False,
+        "Reuse results of an earlier run with the same arguments, model and data: false, true, only_convergent, or "
+        "always (reuse whatever is there).",
+    )
+    save_strategy: str = help_field(
+        "best", "best: the best checkpoint; steps: also every save_steps; no: only the end."
+    )
+    save_steps: int = help_field(5000, "Save model_step_N every this many steps with save_strategy=steps.")
+    save_only_best: bool = help_field(True, "Promote the best checkpoint. False: promote the last, keep all epochs.")
+    delete_models: bool = help_field(False, "Delete every model file but the promoted one at the end.")
+    logging_steps: int = help_field(50, "Log loss, norms, learning rate and speed every this many steps.")
+
+
+@dataclass(kw_only=True)
+class LoopArguments:
+    """The training loop, in Hugging Face's words."""
+
+    source: str = help_field("alternative", "Gradient that feeds the encoder: factual, alternative or diff.")
+    target: str = help_field("diff", "Gradient that the decoder predicts: factual, alternative or diff.")
+    train_batch_size: int = help_field(32, "Rows in one base-model gradient.")
+    base_gradient_batch_size: int | None = help_field(None, "The same under the reference's other name.")
+    base_micro_batch_size: int | None = help_field(None, "Rows per forward pass if train_batch_size does not fit.")
+    gradiend_batch_size: int = help_field(1, "Gradient vectors in one GRADIEND batch.")
+    gradient_accumulation_steps: int = help_field(1, "GRADIEND batches in one optimizer step.")
+    train_max_size: int | None = help_field(None, "At most this many training rows per direction.")
+    max_length: int = help_field(256, "Longest row in tokens; longer ones keep a window around the blank.")
+    num_train_epochs: int = help_field(3, "Passes over the data. Ignored when max_steps > 0.")
+    max_steps: int = help_field(-1, "Total optimizer steps; overrides num_train_epochs when > 0.")
+    learning_rate: float = help_field(1e-5, "Peak learning rate.")
+    lr_scheduler_type: str = help_field("constant", f"One of {', '.join(SCHEDULERS)}.")
+    warmup_steps: int = help_field(0, "Steps of linear warm-up.")
+    warmup_ratio: float = help_field(0.0, "Share of all steps that warm up, when warmup_steps is 0.")
+    weight_decay: float = help_field(1e-2, "Weight decay on all weights.")
+    adam_beta1: float = help_field(0.9, "Adam's beta1.")
+    adam_beta2: float = help_field(0.999, "Adam's beta2.")
+    adam_epsilon: float = help_field(1e-8, "Adam's epsilon.")
+    optim: str = help_field("adamw", "adamw, adam, or adamw_8bit (needs bitsandbytes).")
+    max_grad_norm: float = help_field(0.0, "Clip the gradient's norm at this. 0: no clipping.")
+    supervised_encoder: bool = help_field(False, "Train the encoder alone, on the class labels.")
+    supervised_decoder: bool = help_field(False, "Train the decoder alone, from the class labels.")
+    normalize_gradiend: bool = help_field(True, "Turn the encoding so that the first target class is positive.")
+
+
+@dataclass(kw_only=True)
+class EvaluationArguments:
+    """When and on how many rows the encoder is evaluated."""
+
+    do_eval: bool = help_field(True, "Evaluate the encoder during training.")
+    eval_strategy: str = help_field("steps", "steps: at step 0, every eval_steps and at the end; no: never.")
+    eval_steps: int = help_field(250, "Evaluate every this many steps.")
+    eval_batch_size: int = help_field(32, "Rows tokenized and read together in evaluation.")
+    encoder_eval_train_max_size: int | None = help_field(None, "Rows per group of evaluations during training.")
+    encoder_eval_max_size: int | None = help_field(None, "Rows per group of all other evaluations. None: all.")
+    encoder_eval_balance: bool = help_field(True, "Give every feature class the same weight in an evaluation.")
+    include_other_classes: bool = help_field(False, "Evaluate transitions of other classes as well, with label 0.")
+    seed_selection_eval_max_size: int | None = help_field(None, "Rows per group when seeds are compared.")
+    evaluate_fn: Any = help_field(None, "Your own evaluation, f(model) -> {'correlation': ...}; Python only.")
+
+
+@dataclass(kw_only=True)
+class SeedArguments:
+    """Several seeds and how one is chosen."""
+
+    seed: int | None = help_field(None, "First seed; run i uses seed + i. None: 0.")
+    max_seeds: int = help_field(3, "At most this many seeds.")
+    min_convergent_seeds: int | None = help_field(1, "Stop when this many have converged. None: run all.")
+    convergent_metric: str | None = help_field(None, "correlation or loss (None: what the training mode has).")
+    convergence_metric: str | None = help_field(None, "The same under its other documented name.")
+    convergent_score_threshold: float | None = help_field(None, "Converged from here on. None: 0.5 for correlation.")
+    convergence_threshold: float | None = help_field(None, "The same under its other documented name.")
+    convergent_mean_by_class_threshold: float | None = help_field(
+        0.5, "And every target class must have a mean encoding at least this far from 0. None: no such condition."
+    )
+    seeds_in_parallel: bool | None = help_field(
+        None, "Train all seeds on one stream of gradients. None: when gradients cannot be kept and the heads fit."
+    )
+    seed_runs_dir: str | None = help_field(None, "Directory of the seeds' runs. None: experiment_dir[/run_id]/seeds.")
+    keep_seed_runs: bool = help_field(False, "Keep the model files of every seed.")
+    saved_seed_runs: str | None = help_field(
+        None, "all_tried, all_convergent or best_only: whose model files stay. None: as keep_seed_runs says."
+    )
+    fail_on_non_convergence: bool = help_field(False, "End with an error when fewer seeds converge than required.")
+    seed_stability_topk: int | None = help_field(1000, "Compare the top weights of converged seeds. None: do not.")
+    seed_stability_part: str = help_field("decoder-weight", "Weights that are compared.")
+    analyze_seed_stability: bool = help_field(False, "Require the comparison of seeds; too few is an error.")
+
+
+@dataclass(kw_only=True)
+class ModelArguments:
+    """The base model, the GRADIEND model over it, and where they live."""
+
+    params: list[str] | None = help_field(None, "Names or wildcards of the base weights to use. None: the backbone.")
+    prediction_objective: str = help_field("auto", f"One of {', '.join(OBJECTIVES)}.")
+    latent_dim: int = help_field(1, "Width of the bottleneck.")
+    activation_encoder: str = help_field("tanh", f"One of {', '.join(ACTIVATIONS)}.")
+    activation_decoder: str = help_field("id", f"One of {', '.join(ACTIVATIONS)}.")
+    bias_decoder: bool = help_field(True, "Give the decoder a bias.")
+    torch_dtype: str = help_field("float32", "Dtype of the base model; GRADIEND itself stays in float32.")
+    bf16: bool = help_field(False, "Run the base model under bfloat16 autocast.")
+    fp16: bool = help_field(False, "Run the base model under float16 autocast with loss scaling.")
+    trust_remote_code: bool = help_field(False, "Run model code from the hub. Only for models you trust.")
+    device: str | None = help_field(None, "Put everything on this device.")
+    device_encoder: str | None = help_field(None, "Device of the encoder.")
+    device_decoder: str | None = help_field(None, "Device of the decoder.")
+    device_base_model: str | None = help_field(None, "Device of the base model.")
+    encoder_decoder_same_device: bool = help_field(False, "On 2+ GPUs: encoder and decoder on 0, base on 1.")
+    use_cached_gradients: bool = help_field(False, "Keep gradients on disk and use them in later runs.")
+    gradient_store_gib: float | None = help_field(
+        None, "Memory for gradients that are used again, in GiB. None: a quarter of what is free."
+    )
+
+
+@dataclass(kw_only=True)
+class FeatureArguments:
+    """What of the data is trained on."""
+
+    add_identity_for_other_classes: bool = help_field(False, "Add rows of other classes that must stay as they are.")
+    class_merge_map: dict[str, list[str]] | None = help_field(None, "Merged class -> its base classes.")
+    class_merge_transition_groups: list[list[str]] | None = help_field(None, "Base classes that may turn into another.")
+    mask_placeholder: str = help_field("[MASK]", "The blank in the texts.")
+
+
+@dataclass(kw_only=True)
+class TrainingArguments(
+    FeatureArguments, ModelArguments, SeedArguments, EvaluationArguments, LoopArguments, OutputArguments
+):
+    """Every argument of a training run; see `gradiend-dist train --help` for what each one does."""
+
+    pre_prune_config: PrePruneConfig | None = help_field(None, "Prune before training.")
+    post_prune_config: PostPruneConfig | None = help_field(None, "Prune after training.")
+    compat: str | None = help_field(None, "gradiend-0.2: reproduce the reference package, defects included.")
+    metadata: dict[str, Any] = help_field(dict, "Free facts to keep in training.json.")
+
+    def __post_init__(self) -> None:
+        self._join_names()
+        self._check_output()
+        self._check_loop()
+        self._check_evaluation()
+        self._check_seeds()
+        self._check_model()
+
+    def _join_names(self) -> None:
+        """Two documented names for one thing become one value; two different values are an error."""
+        self.train_batch_size = self._one_of("train_batch_size", "base_gradient_batch_size", default=32)
+        self.base_gradient_batch_size = self.train_batch_size
+        metric = self._one_of("convergent_metric", "convergence_metric")
+        metric = metric or ("loss" if self.supervised_decoder else "correlation")
+        self.convergent_metric = self.convergence_metric = metric
+        threshold = self._one_of("convergent_score_threshold", "convergence_threshold")
+        if threshold is None and metric == "correlation":
+            threshold = 0.5
+        self.convergent_score_threshold = self.convergence_threshold = threshold
+        if self.saved_seed_runs is None:
+            # The reference's default keeps the models of converged seeds; the guide's keep_seed_runs=False keeps none.
+            default = "all_convergent" if self.compat else "best_only"
+            self.saved_seed_runs = "all_tried" if self.keep_seed_runs else default
+        for name, kind in (("pre_prune_config", PrePruneConfig), ("post_prune_config", PostPruneConfig)):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                setattr(self, name, from_mapping(kind, value, name))
+
+    def _one_of(self, first: str, second: str, default: Any = None) -> Any:
+        a, b = getattr(self, first), getattr(self, second)
+        if b is None or a == b:
+            return a
+        require(a is None or a == default, f"{first}={a} and {second}={b} are the same argument: pass only one.")
+        return b
+
+    def _check_output(self) -> None:
+        require_choice("save_strategy", self.save_strategy, ("best", "steps", "no"))
+        require(
+            self.use_cache in (True, False, "always", "only_convergent"),
+            f"use_cache={self.use_cache!r} is not known: choose true, false, always or only_convergent.",
+        )
+        require_positive("save_steps", self.save_steps)
+        require_positive("logging_steps", self.logging_steps)
+
+    def _check_loop(self) -> None:
+        require_choice("source", self.source, GRADIENTS)
+        require_choice("target", self.target, GRADIENTS)
+        require_choice("optim", self.optim, ("adamw", "adam", "adamw_8bit"))
+        require_choice("lr_scheduler_type", self.lr_scheduler_type, SCHEDULERS)
+        for name in ("train_batch_size", "base_micro_batch_size", "gradiend_batch_size", "train_max_size"):
+            require_positive(name, getattr(self, name))
+        for name in ("gradient_accumulation_steps", "num_train_epochs", "adam_epsilon", "max_length"):
+            require_positive(name, getattr(self, name))
+        require(
+            isinstance(self.learning_rate, int | float) and self.learning_rate > 0,
+            f"learning_rate={self.learning_rate!r} is not a positive number: pass e.g. 1e-5.",
+        )
+        require(
+            self.max_steps != 0, "max_steps=0 trains nothing: pass a positive number, or -1 to use num_train_epochs."
+        )
+        for name in ("weight_decay", "max_grad_norm", "warmup_steps"):
+            require_positive(name, getattr(self, name), zero=True)
+        require(0 <= self.warmup_ratio <= 1, f"warmup_ratio={self.warmup_ratio} is not a share: pass 0 to 1.")
+        require(
+            not (self.warmup_steps and self.warmup_ratio), "warmup_steps and warmup_ratio are both set: pass only one."
+        )
+        require(
+            self.lr_scheduler_type != "constant" or not (self.warmup_steps or self.warmup_ratio),
+            "lr_scheduler_type=constant has no warm-up: pass constant_with_warmup, or leave the warm-up out.",
+        )
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"{name}={value} is not in [0, 1): pass e.g. 0.9.")
+        require(
+            not (self.supervised_encoder and self.supervised_decoder),
+            "supervised_encoder and supervised_decoder are both set: pass only one.",
+        )
+
+    def _check_evaluation(self) -> None:
+        require_choice("eval_strategy", self.eval_strategy, ("steps", "no"))
+        require_positive("eval_steps", self.eval_steps)
+        require_positive("eval_batch_size", self.eval_batch_size)
+        for name in ("encoder_eval_train_max_size", "encoder_eval_max_size", "seed_selection_eval_max_size"):
+            require_positive(name, getattr(self, name))
+        require(self.evaluate_fn is None or callable(self.evaluate_fn), "evaluate_fn is not callable: pass a function.")
+
+    def _check_seeds(self) -> None:
+        require_positive("max_seeds", self.max_seeds)
+        require_positive("min_convergent_seeds", self.min_convergent_seeds)
+        require_choice("convergent_metric", self.convergent_metric, ("correlation", "loss"))
+        require_choice("saved_seed_runs", self.saved_seed_runs, ("all_tried", "all_convergent", "best_only"))
+        require_choice("seed_stability_part", self.seed_stability_part, PARTS)
+        require_positive("seed_stability_topk", self.seed_stability_topk)
+        require(self.seed is None or 0 <= self.seed < 2**32, f"seed={self.seed} is not in [0, 2^32): pass another.")
+        require(
+            self.min_convergent_seeds is None or self.min_convergent_seeds <= self.max_seeds,
+            f"min_convergent_seeds={self.min_convergent_seeds} is more than max_seeds={self.max_seeds}: "
+            "lower the first or raise the second.",
+        )
+        require(
+            self.convergent_metric != "loss" or self.convergent_score_threshold is not None or self.supervised_decoder,
+            "convergent_metric=loss needs convergent_score_threshold: pass the loss that counts as converged.",
+        )
+        require(
+            not self.analyze_seed_stability or self.seed_stability_topk is not None,
+            "analyze_seed_stability is set but seed_stability_topk is None: pass a number of weights.",
+        )
+
+    def _check_model(self) -> None:
+        require_choice("prediction_objective", self.prediction_objective, OBJECTIVES)
+        require_choice("activation_encoder", self.activation_encoder, ACTIVATIONS)
+        require_choice("activation_decoder", self.activation_decoder, ACTIVATIONS)
+        self.torch_dtype = str(self.torch_dtype).removeprefix("torch.")
+        require_choice("torch_dtype", self.torch_dtype, ("float32", "bfloat16", "float16"))
+        require_positive("latent_dim", self.latent_dim)
+        require_positive("gradient_store_gib", self.gradient_store_gib, zero=True)
+        require(not (self.bf16 and self.fp16), "bf16 and fp16 are both set: pass only one.")
+        require(
+            not (self.supervised_encoder or self.supervised_decoder) or self.latent_dim == 1,
+            f"supervised training has one label per item but latent_dim={self.latent_dim}: pass latent_dim=1.",
+        )
+        require(
+            self.compat in (None, "gradiend-0.2"),
+            f"compat={self.compat!r} is not known: pass gradiend-0.2, or leave it out.",
+        )
+        require(bool(self.mask_placeholder.strip()), "mask_placeholder is empty: pass e.g. [MASK].")
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """Every decision in which we differ from the reference, as this run takes it."""
+        return REFERENCE if self.compat else CORRECTED
+
+    @property
+    def first_seed(self) -> int:
+        return 0 if self.seed is None else self.seed
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of row order and samples: the first seed, so that all seeds see the same items."""
+        return self.behaviour.data_seed_without_seed if self.seed is None else self.seed
+
+    @property
+    def evaluates(self) -> bool:
+        return self.do_eval and self.eval_strategy != "no"
+
+    # What Hugging Face callbacks, EarlyStoppingCallback above all, ask the arguments for.
+    @property
+    def metric_for_best_model(self) -> str:
+        assert self.convergent_metric is not None, "set by _join_names"
+        return self.convergent_metric
+
+    @property
+    def greater_is_better(self) -> bool:
+        return self.convergent_metric == "correlation"
+
+    @property
+    def load_best_model_at_end(self) -> bool:
+        return self.save_only_best
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values of all fields but the Python-only ones."""
+        out: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name == "evaluate_fn":
+                continue
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                value = {k: v for k, v in vars(value).items() if k != "mask"}
+            out[item.name] = value
+        return out
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainingArguments:
+        """The inverse of `to_dict`; an unknown key is an error with a suggestion."""
+        return from_mapping(cls, values, "training_args")
+
+
+def from_mapping(kind: type, values: dict[str, Any], where: str) -> Any:
+    """Build a dataclass from user-written keys; a misspelt key is an error that names the nearest one."""
+    names = [item.name for item in dataclasses.fields(kind)]
+    for key in values:
+        if key not in names:
+            raise UserError(f"{where}: {unknown_key(key, names)}")
+    return kind(**values)
+
+
+def unknown_key(key: str, names: list[str]) -> str:
+    """The sentence for a key that no dataclass has."""
+    if key in NOT_SUPPORTED:
+        return f"{key} is an argument of the reference package that is not supported here: {NOT_SUPPORTED[key]}."
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    remedy = f"did you mean {near[0]}?" if near else "see --help for the known arguments."
+    return f"{key} is not a known argument: {remedy}"
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """Read a YAML or JSON configuration; the file is data, never code."""
+    import yaml
+
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"--config {path} does not exist: pass the path of a YAML or JSON file.")
+    text = path.read_text(encoding="utf-8")
+    try:
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path} holds no mapping: write one `name: value` per line.")
+    return values

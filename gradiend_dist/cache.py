@@ -1,0 +1,88 @@
+"""When is an earlier result still the result of this command? Exactly when nothing that it depends on has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from gradiend_dist.arguments import TrainingArguments
+from gradiend_dist.checkpoint import TRAINING, WEIGHTS, is_model_directory
+from gradiend_dist.files import read_json
+
+logger = logging.getLogger(__name__)
+
+# Arguments that say where results go and how the work is done, not what comes out.
+WITHOUT_EFFECT = (
+    "experiment_dir", "output_dir", "use_cache", "logging_steps", "eval_batch_size", "device", "device_encoder",
+    "device_decoder", "device_base_model", "encoder_decoder_same_device", "use_cached_gradients", "gradient_store_gib",
+    "seeds_in_parallel", "base_micro_batch_size", "metadata", "saved_seed_runs", "keep_seed_runs", "delete_models",
+    "fail_on_non_convergence", "seed_runs_dir", "seed_stability_topk", "seed_stability_part",
+    "analyze_seed_stability", "trust_remote_code",
+)  # fmt: skip
+# Seeds themselves do not depend on how many of them there are, nor on when a further one is not needed.
+WITHOUT_EFFECT_ON_A_SEED = (
+    "max_seeds", "min_convergent_seeds", "seed_selection_eval_max_size", "convergent_score_threshold",
+    "convergence_threshold", "convergent_mean_by_class_threshold",
+)  # fmt: skip
+
+_SAMPLE = 2**20
+
+
+def fingerprint(args: TrainingArguments, data_hash: str, model: str) -> dict[str, Any]:
+    """All that a training result depends on, by name, so that a difference can be named."""
+    arguments = {name: value for name, value in args.to_dict().items() if name not in WITHOUT_EFFECT}
+    return {**arguments, "data": data_hash, "base_model": model, "base_model_files": model_files_hash(model)}
+
+
+def model_files_hash(model: str) -> str | None:
+    """Hash of a local base model: its small files whole, of large ones the size, the start and the end.
+
+    Weights of gigabytes are not read for it; a fine-tuned copy differs in all of its blocks.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        return None  # a hub id stands for itself
+    digest = hashlib.sha256()
+    for file in sorted(item for item in path.iterdir() if item.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name}{size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_SAMPLE))
+            stream.seek(max(0, size - _SAMPLE))
+            digest.update(stream.read(_SAMPLE))
+    return digest.hexdigest()[:32]
+
+
+def reusable(path: Path, wanted: dict[str, Any], use_cache: bool | str, *, of_one_seed: bool = False) -> bool:
+    """May the model at `path` stand for the one that would be trained? If not, the log says why."""
+    if not use_cache or not is_model_directory(path) or not (path / WEIGHTS).exists():
+        return False
+    if use_cache == "always":
+        return True
+    record = read_json(path / TRAINING) if (path / TRAINING).exists() else {}
+    found = record.get("cache_fingerprint", {})
+    ignored = WITHOUT_EFFECT_ON_A_SEED if of_one_seed else ()
+    changed = [name for name in wanted if name not in ignored and found.get(name) != _as_json(wanted[name])]
+    if changed:
+        name = changed[0]
+        logger.info(
+            "%s is not reused: %s was %s, now %s%s",
+            path,
+            name,
+            found.get(name, "not recorded"),
+            wanted[name],
+            f" ({len(changed) - 1} more differ)" if len(changed) > 1 else "",
+        )
+        return False
+    if use_cache == "only_convergent" and not record.get("convergence_info", {}).get("converged"):
+        logger.info("%s is not reused: it did not converge", path)
+        return False
+    return True
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value

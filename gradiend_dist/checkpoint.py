@@ -1,0 +1,248 @@
+"""Model directories in the reference's format.
+
+model.safetensors            the four tensors of encoder and decoder
+config.json                  architecture, parameter map, base model
+mapping_indices.safetensors  selected entries of sparsely pruned weights (key L<i>, i the place in the map)
+mapping_masks.safetensors    the same for densely pruned ones, as 0/1 masks
+gradiend_context.json        source, target, which class is encoded as +1
+training.json                how it was trained
+tokenizer/                   the tokenizer it was trained with (ours; the reference does not read it)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradiend_dist.devices import place
+from gradiend_dist.errors import UserError
+from gradiend_dist.files import new_directory, read_json, write_json
+from gradiend_dist.space import INT32_MAX, ParameterSpace
+
+if TYPE_CHECKING:
+    from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+INDICES = "mapping_indices.safetensors"
+MASKS = "mapping_masks.safetensors"
+CONTEXT = "gradiend_context.json"
+TRAINING = "training.json"
+TOKENIZER = "tokenizer"
+
+MODEL_FILES = (WEIGHTS, "pytorch_model.bin", CONFIG, INDICES, MASKS)
+
+
+def is_model_directory(path: str | Path) -> bool:
+    """Is this a saved GRADIEND model, and not a base model or nothing?"""
+    config = Path(path) / CONFIG
+    return config.is_file() and "architecture" in read_json(config)
+
+
+def save_model(
+    model: ModelWithGradiend,
+    path: str | Path,
+    *,
+    training: dict[str, Any] | None = None,
+    with_tokenizer: bool = True,
+) -> None:
+    """Write a model directory; what stood there before stays until the new one is complete."""
+    with new_directory(Path(path)) as directory:
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in model.gradiend.state_dict().items()},
+            str(directory / WEIGHTS),
+        )
+        write_json(directory / CONFIG, _config(model, _save_mapping(model.gradiend.space, directory)))
+        context: dict[str, Any] = {"source": model.source, "target": model.target}
+        if model.feature_class_encoding_direction:
+            context["feature_class_encoding_direction"] = model.feature_class_encoding_direction
+        write_json(directory / CONTEXT, context)
+        if training is not None:
+            write_json(directory / TRAINING, training)
+        if with_tokenizer:
+            model.tokenizer.save_pretrained(str(directory / TOKENIZER))
+
+
+def _config(model: ModelWithGradiend, mapping: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "format_version": 0,
+        "architecture": model.gradiend.architecture(),
+        "mapping": mapping,
+        # The reference passes these on to its constructor: no key of ours may be added here.
+        "metadata": {"base_model": model.name_or_path, "prediction_objective": model.objective.name},
+        "gradiend_dist": {
+            "mask_placeholder": model.objective.mask_placeholder,
+            "max_length": model.objective.max_length,
+            "causal_label_early": vars(model.objective).get("label_early", False),
+        },
+    }
+
+
+def _save_mapping(space: ParameterSpace, directory: Path) -> dict[str, Any]:
+    indices: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    entries = []
+    for i, weight in enumerate(space.weights):
+        kind = weight.representation()
+        entry: dict[str, Any] = {
+            "name": weight.name,
+            "shape": list(weight.shape),
+            "repr": kind,
+            "num_selected": weight.num_selected,
+        }
+        if kind != "all":
+            entry["key"] = f"L{i}"
+        if kind == "indices":
+            dtype = torch.int32 if weight.numel <= INT32_MAX else torch.int64
+            indices[f"L{i}"] = weight.flat_indices().to(dtype)
+        elif kind == "mask":
+            mask = torch.zeros(weight.numel, dtype=torch.uint8)
+            mask[weight.flat_indices()] = 1
+            masks[f"L{i}"] = mask.view(weight.shape)
+        entries.append(entry)
+    kinds = {entry["repr"] for entry in entries}
+    mapping: dict[str, Any] = {"mode": kinds.pop() if len(kinds) == 1 else "mixed", "param_map": entries}
+    for tensors, name, key in ((indices, INDICES, "indices_file"), (masks, MASKS, "masks_file")):
+        if tensors:
+            save_file(tensors, str(directory / name))
+            mapping[key] = name
+    return mapping
+
+
+def load_model(path: str | Path, cls: type[ModelWithGradiend], **options: Any) -> ModelWithGradiend:
+    """Load a directory that we or the reference wrote; see `ModelWithGradiend.from_pretrained` for the options."""
+    from gradiend_dist.model import load_base_model
+
+    path = Path(path)
+    config = read_json(path / CONFIG)
+    placement_options = {
+        name: options.pop(name)
+        for name in ("device", "device_encoder", "device_decoder", "device_base_model", "encoder_decoder_same_device")
+        if name in options
+    }
+    placement = place(torch.cuda.device_count(), **placement_options)
+    gradiend = load_gradiend(path, device_encoder=placement.encoder, device_decoder=placement.decoder)
+    base = options.pop("base_model", None) or config.get("metadata", {}).get("base_model")
+    tokenizer = options.pop("tokenizer", None)
+    trust = options.pop("trust_remote_code", False)
+    dtype = str(options.pop("torch_dtype", "float32")).removeprefix("torch.")
+    if options:
+        raise UserError(f"from_pretrained() of a saved GRADIEND model does not take {sorted(options)[0]}: remove it.")
+    if base is None:
+        raise UserError(f"{path / CONFIG} does not name its base model: pass base_model=...")
+    if isinstance(base, str):
+        base, own_tokenizer = load_base_model(base, torch_dtype=dtype, trust_remote_code=trust)
+        tokenizer = tokenizer or _saved_tokenizer(path, trust) or own_tokenizer
+    context = _context(path)
+    ours = config.get("gradiend_dist", {})
+    model = cls(
+        base.to(placement.base_model),
+        gradiend,
+        tokenizer,
+        source=context["source"],
+        target=context["target"],
+        objective=config.get("metadata", {}).get("prediction_objective", "auto"),
+        mask_placeholder=ours.get("mask_placeholder", "[MASK]"),
+        max_length=ours.get("max_length", 256),
+        # A causal model of the reference was trained with its early label; encodings are only equal that way.
+        causal_label_early=ours.get("causal_label_early", not ours),
+    )
+    model.feature_class_encoding_direction = context.get("feature_class_encoding_direction", {})
+    return model
+
+
+def _saved_tokenizer(path: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (path / TOKENIZER).is_dir():
+        return None
+    return AutoTokenizer.from_pretrained(str(path / TOKENIZER), trust_remote_code=trust_remote_code)
+
+
+def _context(path: Path) -> dict[str, Any]:
+    """Source and target; where training.json disagrees it is right, as in the reference."""
+    context = read_json(path / CONTEXT) if (path / CONTEXT).exists() else {"source": "factual", "target": "diff"}
+    if (path / TRAINING).exists():
+        trained = read_json(path / TRAINING).get("training_args", {})
+        context["source"] = trained.get("source", context["source"])
+    return context
+
+
+def load_gradiend(path: str | Path, **devices: Any) -> ParamMappedGradiendModel:
+    """Encoder, decoder and parameter space of a model directory, without its base model."""
+    from gradiend_dist.model import ParamMappedGradiendModel
+
+    path = Path(path)
+    config = read_json(path / CONFIG)
+    architecture = config["architecture"]
+    space = _load_space(path, config["mapping"])
+    if space.size != architecture["input_dim"]:
+        raise UserError(
+            f"{path / CONFIG} says input_dim={architecture['input_dim']} but maps {space.size} weights: "
+            "the directory is damaged."
+        )
+    tensors = _load_tensors(path)
+    if any(name.startswith("encoder.1.") for name in tensors):
+        raise UserError(
+            f"{path} was trained with the reference's activation_encoder=id, which encodes every input as 0."
+        )
+    model = ParamMappedGradiendModel(
+        space,
+        architecture.get("latent_dim", 1),
+        activation_encoder=architecture.get("activation_encoder", "tanh"),
+        activation_decoder=architecture.get("activation_decoder", "id"),
+        bias_decoder=architecture.get("bias_decoder", True),
+        torch_dtype=getattr(torch, architecture.get("torch_dtype", "float32").removeprefix("torch.")),
+        initialize=False,
+        **devices,
+    )
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"{path / WEIGHTS} does not fit {CONFIG}: {' '.join(str(error).split())[:200]}.") from error
+    return model
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    for directory in (path, path / "model"):
+        if (directory / WEIGHTS).exists():
+            return _load_file(directory / WEIGHTS)
+        if (directory / "pytorch_model.bin").exists():
+            tensors: dict[str, Tensor] = torch.load(directory / "pytorch_model.bin", weights_only=True)
+            return tensors
+    raise UserError(f"{path} holds no {WEIGHTS}: only its records were kept, or it is incomplete.")
+
+
+def _load_file(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(str(path))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}): it is damaged or incomplete.") from error
+
+
+def _load_space(path: Path, mapping: dict[str, Any]) -> ParameterSpace:
+    files = {key: _mapping_file(path, mapping[key]) for key in ("indices_file", "masks_file") if mapping.get(key)}
+    weights: list[tuple[str, tuple[int, ...], Tensor | None]] = []
+    for entry in mapping["param_map"]:
+        shape = tuple(entry["shape"])
+        selected: Tensor | None = None
+        if entry["repr"] == "indices":
+            selected = files["indices_file"][entry["key"]].long()
+        elif entry["repr"] == "mask":
+            selected = files["masks_file"][entry["key"]].reshape(-1).nonzero().squeeze(1)
+        if selected is not None and selected.numel() and not 0 <= int(selected[-1]) < prod(shape):
+            raise UserError(f"{path}: the map of {entry['name']} points outside the weight: the directory is damaged.")
+        weights.append((entry["name"], shape, selected))
+    return ParameterSpace(weights)
+
+
+def _mapping_file(path: Path, name: str) -> dict[str, Tensor]:
+    if Path(name).name != name:
+        raise UserError(f"{path / CONFIG} names the mapping file {name!r} outside its directory: do not trust it.")
+    return _load_file(path / name)

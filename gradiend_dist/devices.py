@@ -1,0 +1,65 @@
+"""The documented placement of encoder, decoder and base model in a single process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gradiend_dist.errors import UserError
+
+
+@dataclass(frozen=True)
+class Placement:
+    encoder: torch.device
+    decoder: torch.device
+    base_model: torch.device
+
+    def __str__(self) -> str:
+        return f"encoder on {self.encoder}, decoder on {self.decoder}, base model on {self.base_model}"
+
+
+def place(
+    num_gpus: int,
+    *,
+    device: str | None = None,
+    device_encoder: str | None = None,
+    device_decoder: str | None = None,
+    device_base_model: str | None = None,
+    encoder_decoder_same_device: bool = False,
+) -> Placement:
+    """Which device holds what, from the number of visible GPUs alone; explicit devices override.
+
+    0: all on the CPU. 1: all on cuda:0. 2: encoder and base on 0, decoder on 1. 3 or more: encoder 0, decoder 1, base 2.
+    With `encoder_decoder_same_device` and at least 2: encoder and decoder on 0, base on 1.
+    """
+    if num_gpus == 0:
+        default = ("cpu", "cpu", "cpu")
+    elif num_gpus == 1:
+        default = ("cuda:0", "cuda:0", "cuda:0")
+    elif encoder_decoder_same_device:
+        default = ("cuda:0", "cuda:0", "cuda:1")
+    elif num_gpus == 2:
+        default = ("cuda:0", "cuda:1", "cuda:0")
+    else:
+        default = ("cuda:0", "cuda:1", "cuda:2")
+    wanted = {
+        "device_encoder": device_encoder,
+        "device_decoder": device_decoder,
+        "device_base_model": device_base_model,
+    }
+    chosen = [
+        _device(name, explicit or device or fallback, num_gpus)
+        for (name, explicit), fallback in zip(wanted.items(), default, strict=True)
+    ]
+    return Placement(*chosen)
+
+
+def _device(name: str, value: str, num_gpus: int) -> torch.device:
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise UserError(f"{name}={value} is not a device: pass e.g. cpu or cuda:0.") from error
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise UserError(f"{name}={value} does not exist, this machine shows {num_gpus} GPUs: pass another device.")
+    return device

@@ -1,0 +1,64 @@
+"""How encoder and decoder are spread and stepped. The trainer sees `Engine` and nothing below it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradiend_dist.arguments import TrainingArguments
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What an optimizer step needs to know of the arguments."""
+
+    optim: str
+    weight_decay: float
+    betas: tuple[float, float]
+    epsilon: float
+    max_grad_norm: float
+    supervised: str | None
+    """"encoder" or "decoder": train this half alone, on the labels."""
+
+    @classmethod
+    def of(cls, args: TrainingArguments) -> StepOptions:
+        supervised = "encoder" if args.supervised_encoder else "decoder" if args.supervised_decoder else None
+        return cls(
+            optim=args.optim,
+            weight_decay=args.weight_decay,
+            betas=(args.adam_beta1, args.adam_beta2),
+            epsilon=args.adam_epsilon,
+            max_grad_norm=args.max_grad_norm,
+            supervised=supervised,
+        )
+
+
+@dataclass(frozen=True)
+class GradiendBatch:
+    """k gradient items: sources [k, n], targets [k, n] and labels [k, 1]; None where the mode does not need them."""
+
+    source: Tensor | None
+    target: Tensor | None
+    label: Tensor
+
+
+class Engine(ABC):
+    """One GRADIEND model in training, wherever its weights are."""
+
+    @abstractmethod
+    def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
+        """One optimizer step over the mean of `batches`; returns [loss, gradient norm, encoder norm, decoder norm].
+
+        The result stays on the device: reading it is the caller's decision, because it waits for the device. If the
+        loss or a gradient is not finite no weight changes, and the returned loss or norm shows it.
+        """
+
+    @abstractmethod
+    def encode(self, source: Tensor) -> Tensor:
+        """Encodings [k, m] of gradients [k, n]."""
+
+    @abstractmethod
+    def flip(self, *, with_decoder_bias: bool) -> None:
+        """Turn the latent axis around. With the decoder bias: as the reference does, moments left as they are."""

@@ -1,0 +1,130 @@
+"""Fused Adam over chunks of weights, and 8-bit AdamW where it is asked for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradiend_dist.engines import StepOptions
+from gradiend_dist.errors import UserError
+
+
+class Optimizer(ABC):
+    """Updates weights chunk by chunk within one step: `begin`, then `update` once for every part of every weight.
+
+    Weights are dense and cut along their first dimension: the kernels take plain memory.
+    """
+
+    can_be_cut: bool
+
+    @abstractmethod
+    def begin(self, learning_rate: float, scale: Tensor, not_finite: Tensor) -> None:
+        """Start a step. `scale` multiplies the gradients; where `not_finite` is 1.0 nothing is changed."""
+
+    @abstractmethod
+    def update(self, index: int, chunk: slice, gradient: Tensor) -> None:
+        """Update the range `chunk` of n of weight number `index`."""
+
+    @abstractmethod
+    def negate_momentum(self, indices: list[int]) -> None:
+        """Follow a change of sign of these weights."""
+
+
+class FusedAdam(Optimizer):
+    """torch's fused Adam and AdamW kernels on views of the weights; first and second moments in float32."""
+
+    can_be_cut = True
+
+    def __init__(self, options: StepOptions, weights: list[Tensor]) -> None:
+        self.options = options
+        self.weights = weights
+        self.moments = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        self.second_moments = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        self.num_steps = torch.zeros((), device=weights[0].device)
+        self._kernel = torch._fused_adamw_ if options.optim == "adamw" else torch._fused_adam_
+
+    def begin(self, learning_rate: float, scale: Tensor, not_finite: Tensor) -> None:
+        self.num_steps += 1
+        self._learning_rate, self._scale, self._not_finite = learning_rate, scale, not_finite
+
+    def update(self, index: int, chunk: slice, gradient: Tensor) -> None:
+        if self.options.max_grad_norm:
+            gradient = gradient * self._scale
+        weight = self.weights[index][chunk]
+        assert gradient.shape == weight.shape, f"gradient {gradient.shape} for weight {weight.shape}"
+        self._kernel(
+            [weight],
+            [gradient.contiguous()],
+            [self.moments[index][chunk]],
+            [self.second_moments[index][chunk]],
+            [],
+            [self.num_steps],
+            lr=self._learning_rate,
+            beta1=self.options.betas[0],
+            beta2=self.options.betas[1],
+            weight_decay=self.options.weight_decay,
+            eps=self.options.epsilon,
+            amsgrad=False,
+            maximize=False,
+            found_inf=self._not_finite,
+        )
+
+    def negate_momentum(self, indices: list[int]) -> None:
+        for index in indices:
+            self.moments[index].neg_()
+
+
+class EightBitAdam(Optimizer):
+    """bitsandbytes' AdamW: moments in 8 bits, on whole weights, so their gradients exist for the time of the step."""
+
+    can_be_cut = False
+
+    def __init__(self, options: StepOptions, weights: list[Tensor]) -> None:
+        bitsandbytes = _import_bitsandbytes()
+        self.options = options
+        self.weights = [torch.nn.Parameter(weight) for weight in weights]
+        self.optimizer: Any = bitsandbytes.optim.AdamW8bit(
+            self.weights, lr=1.0, betas=options.betas, eps=options.epsilon, weight_decay=options.weight_decay
+        )
+        self._seen = 0
+
+    def begin(self, learning_rate: float, scale: Tensor, not_finite: Tensor) -> None:
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self._scale, self._skip = scale, bool(not_finite)  # this optimizer cannot be told on the device
+        self._seen = 0
+
+    def update(self, index: int, chunk: slice, gradient: Tensor) -> None:  # noqa: ARG002
+        self.weights[index].grad = (gradient * self._scale).contiguous()
+        self._seen += 1
+        if self._seen == len(self.weights):
+            if not self._skip:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def negate_momentum(self, indices: list[int]) -> None:
+        """The quantization map is symmetric up to its largest code: code c stands for the value at c, -c at 255 - c."""
+        for index in indices:
+            state = self.optimizer.state[self.weights[index]]
+            if "state1" not in state:
+                continue
+            if state["state1"].dtype != torch.uint8:
+                state["state1"].neg_()  # small weights keep their moments in float32
+                continue
+            values = state["qmap1"]
+            negated = torch.stack([(values + value).abs().argmin() for value in values]).to(torch.uint8)
+            state["state1"].copy_(negated[state["state1"].long()])
+
+
+def _import_bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise UserError('optim=adamw_8bit needs bitsandbytes: pip install "gradiend_dist[8bit]".') from error
+    return bitsandbytes
+
+
+def make_optimizer(options: StepOptions, weights: list[Tensor]) -> Optimizer:
+    return EightBitAdam(options, weights) if options.optim == "adamw_8bit" else FusedAdam(options, weights)

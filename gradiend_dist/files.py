@@ -1,0 +1,95 @@
+"""Files that are complete or not there: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from gradiend_dist.errors import UserError
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """A full disk or a forbidden directory is told in one sentence, whichever library met it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UserError(f"{path} cannot be written ({reason}): free space or pass another directory.") from error
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to fill; it takes the place of `path` when the block ends well, and leaves nothing behind if not."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with explained(path):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            replace_directory(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Put `new` in the place of `path`. Between the two renames the old one stands aside under a name of its own."""
+    old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
+    write_text(path, json.dumps(jsonable(value), indent=indent, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file that we or the reference wrote."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check the path.") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is no valid JSON ({error}): it is damaged or no file of ours.") from error
+
+
+def jsonable(value: Any) -> Any:
+    """Plain Python values for JSON; a number that is not finite becomes null, which every reader understands."""
+    if isinstance(value, dict):
+        return {_key(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)
+
+
+def _key(key: Any) -> Any:
+    return key.item() if isinstance(key, np.generic) else key

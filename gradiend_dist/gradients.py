@@ -1,0 +1,353 @@
+"""Frozen base model -> gradient vectors, each computed once.
+
+An item is a few rows of one direction; its factual, alternative and diff gradients are vectors over the space.
+`BaseGradients` computes them, `GradientStore` keeps what will be used again: the base is frozen, so the same item has
+the same gradients in every epoch, for every seed and at every evaluation.
+
+How a gradient gets into its vector: a hook on each weight fires as soon as that weight's gradient is complete, copies
+the selected entries to their place, and drops the rest. At no time do all weights have a `.grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gradiend_dist.objectives import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
+from gradiend_dist.space import ParameterSpace, select_entries
+
+logger = logging.getLogger(__name__)
+
+# diff = factual - alternative, as weights of the two losses.
+LOSS_WEIGHTS = {"factual": (1.0, 0.0), "alternative": (0.0, 1.0), "diff": (1.0, -1.0)}
+
+# float16 loses gradients below 6e-8; losses are scaled up by this and halved until everything is finite.
+FP16_SCALE = 2.0**14
+
+
+@dataclass(frozen=True)
+class Item:
+    """The rows of one gradient."""
+
+    rows: tuple[ClozeRow, ...]
+    name: str = ""
+    """What to call the item in messages: its direction and row numbers."""
+    per_row_mean: bool = False
+    """Every row counts the same (the mean of single-row gradients), however many pieces its word has."""
+
+    @functools.cached_property
+    def key(self) -> str:
+        text = repr((self.rows, self.per_row_mean))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass
+class Pass:
+    """One backward pass: which mixture of the two losses, added into which vectors."""
+
+    factual: float
+    alternative: float
+    into: list[tuple[str, float]]
+
+
+class BaseGradients:
+    """Computes the gradients of items over one parameter space."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        objective: Objective,
+        space: ParameterSpace,
+        *,
+        micro_batch_size: int | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.space = space
+        self.micro_batch_size = micro_batch_size
+        self.autocast = autocast
+        self.device = next(model.parameters()).device
+        self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+        self.logits_at = LogitsAt(model)
+        self._scale = FP16_SCALE if autocast is torch.float16 else 1.0
+        parameters = dict(model.named_parameters())
+        self._weights = [
+            (weight, parameters[weight.name], None if weight.selected is None else weight.selected.to(self.device))
+            for weight in space.active()
+        ]
+        self._vectors: dict[str, Tensor] = {}
+        self._into: list[tuple[str, float]] = []
+
+    def compute(self, item: Item, kinds: Sequence[str], *, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The gradients of the wanted kinds; `out` may hold vectors to overwrite."""
+        self._vectors = out if out is not None else {kind: self.empty() for kind in kinds}
+        while True:
+            for vector in self._vectors.values():
+                vector.zero_()
+            with torch.enable_grad(), self._collecting():
+                for rows in self._micro_batches(item):
+                    self._accumulate(rows, item, list(self._vectors))
+            if self._scale == 1.0 or all(bool(v.isfinite().all()) for v in self._vectors.values()):
+                return self._vectors
+            self._scale /= 2.0
+            logger.info("float16 overflow in %s: loss scale is now %g", item.name or "an item", self._scale)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.space.size, dtype=torch.float32, device=self.device)
+
+    def _micro_batches(self, item: Item) -> Iterator[tuple[ClozeRow, ...]]:
+        size = self.micro_batch_size or len(item.rows)
+        for start in range(0, len(item.rows), size):
+            yield item.rows[start : start + size]
+
+    def _accumulate(self, rows: tuple[ClozeRow, ...], item: Item, kinds: list[str]) -> None:
+        if all(row.is_identity for row in rows):
+            kinds = [kind for kind in kinds if kind != "diff"]  # exactly zero
+        if not kinds:
+            return
+        if all(row.shares_input for row in rows):
+            passes = [Pass(*LOSS_WEIGHTS[kind], into=[(kind, 1.0)]) for kind in kinds]
+            self._run(rows, item, passes)
+            return
+        for side, index in (("factual", 0), ("alternative", 1)):
+            into = [(kind, LOSS_WEIGHTS[kind][index]) for kind in kinds if LOSS_WEIGHTS[kind][index]]
+            if into:
+                self._run(rows, item, [Pass(1.0 - index, float(index), into)], only=side)
+
+    def _run(self, rows: tuple[ClozeRow, ...], item: Item, passes: list[Pass], only: str | None = None) -> None:
+        """One forward pass, then one backward pass for each of `passes`."""
+        read = [row.alternative if only == "alternative" else row.factual for row in rows]
+        batch = ClozeBatch.of(read, self.pad_id, self.device)
+        with self._precision():
+            logits = self.logits_at(batch)
+        log_probability = F.log_softmax(logits.float(), dim=-1)
+        losses = {
+            side: self._loss(log_probability, rows, item, side)
+            for side in ("factual", "alternative")
+            if only in (None, side)
+        }
+        for number, step in enumerate(passes):
+            loss = sum(
+                weight * losses[side]
+                for side, weight in (("factual", step.factual), ("alternative", step.alternative))
+                if weight
+            )
+            assert isinstance(loss, Tensor), "a pass mixes at least one loss"
+            self._into = step.into
+            (loss * self._scale).backward(retain_graph=number + 1 < len(passes))
+
+    def _loss(self, log_probability: Tensor, rows: tuple[ClozeRow, ...], item: Item, side: str) -> Tensor:
+        """Mean cross-entropy over all places of the item (or, per row, over its rows)."""
+        clozes: list[Cloze] = [getattr(row, side) for row in rows]
+        labels = torch.tensor([label for cloze in clozes for label in cloze.labels], device=self.device)
+        picked = -log_probability[torch.arange(len(labels), device=self.device), labels]
+        if item.per_row_mean:
+            weights = [1.0 / (len(c.labels) * len(item.rows)) for c in clozes for _ in c.labels]
+            return (picked * torch.tensor(weights, device=self.device)).sum()
+        total = sum(len(getattr(row, side).labels) for row in item.rows)
+        return picked.sum() / total
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Only the weights of the space want gradients, and each hands its own over when it is complete."""
+        wanted = {id(parameter) for _, parameter, _ in self._weights}
+        before = [(p, p.requires_grad) for p in self.model.parameters()]
+        for parameter, _ in before:
+            parameter.requires_grad_(id(parameter) in wanted)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._collector(weight, indices))
+            for weight, parameter, indices in self._weights
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter, wanted_before in before:
+                parameter.requires_grad_(wanted_before)
+
+    def _collector(self, weight: Any, indices: Tensor | None) -> Any:
+        def collect(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None, "the hook fires after accumulation"
+            entries = select_entries(gradient, weight, indices).float()
+            for kind, factor in self._into:
+                self._vectors[kind][weight.offset : weight.stop].add_(entries, alpha=factor / self._scale)
+
+        return collect
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+@dataclass
+class GradientStore:
+    """Gradients that will be used again: in memory under a budget, on disk where asked for.
+
+    First come, first kept: items are visited in cycles, where throwing out the oldest would throw out the next.
+    """
+
+    budget_bytes: int
+    directory: Path | None = None
+    """Directory of this model, tokenizer, space and objective (see `store_directory`); None: memory only."""
+    used_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    _memory: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    def get(self, item_key: str, kind: str) -> Tensor | None:
+        vector = self._memory.get((item_key, kind))
+        if vector is None and self.directory is not None:
+            vector = self._read(item_key, kind)
+            if vector is not None:
+                self._remember(item_key, kind, vector)
+        return vector
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.used_bytes + num_bytes <= self.budget_bytes
+
+    def put(self, item_key: str, kind: str, vector: Tensor) -> None:
+        """Keep a vector; the caller hands it over and must not write to it again."""
+        self._remember(item_key, kind, vector)
+        if self.directory is not None:
+            self._write(item_key, kind, vector)
+
+    def _remember(self, item_key: str, kind: str, vector: Tensor) -> None:
+        size = vector.numel() * vector.element_size()
+        if self.has_room(size) and (item_key, kind) not in self._memory:
+            self._memory[item_key, kind] = vector
+            self.used_bytes += size
+
+    def _path(self, item_key: str, kind: str) -> Path:
+        assert self.directory is not None
+        return self.directory / f"{kind}_{item_key}.safetensors"
+
+    def _read(self, item_key: str, kind: str) -> Tensor | None:
+        """A stored gradient, or None if it is absent or damaged (then it is computed again)."""
+        path = self._path(item_key, kind)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                vector: Tensor = file.get_tensor("gradient")
+                expected = (file.metadata() or {}).get("sha256")
+        except (SafetensorError, OSError) as error:
+            logger.warning("cached gradient %s is damaged and computed again: %s", path.name, error)
+            return None
+        if expected != checksum(vector):
+            logger.warning("cached gradient %s does not match its checksum and is computed again", path.name)
+            return None
+        return vector
+
+    def _write(self, item_key: str, kind: str, vector: Tensor) -> None:
+        path = self._path(item_key, kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".partial")
+        vector = vector.cpu()
+        save_file({"gradient": vector}, str(temporary), metadata={"sha256": checksum(vector)})
+        temporary.replace(path)
+
+
+class ItemRows:
+    """The rows of a unified table as items; a row is tokenized when it is first wanted."""
+
+    def __init__(self, rows: pd.DataFrame, objective: Objective) -> None:
+        self.rows = rows
+        self.objective = objective
+        self._columns = {name: rows[name].tolist() for name in ("masked", "factual", "alternative", "transition")}
+        self._clozes: dict[int, ClozeRow] = {}
+
+    def item(self, positions: Sequence[int], *, per_row_mean: bool = False) -> Item:
+        numbers = [int(position) for position in positions]
+        direction = self._columns["transition"][numbers[0]]
+        name = f"{direction}, rows {', '.join(map(str, numbers))}"
+        return Item(tuple(self._cloze_row(number) for number in numbers), name, per_row_mean)
+
+    def _cloze_row(self, number: int) -> ClozeRow:
+        if number not in self._clozes:
+            template, factual, alternative = (self._columns[n][number] for n in ("masked", "factual", "alternative"))
+            first = self.objective.cloze(template, factual)
+            second = first if alternative == factual else self.objective.cloze(template, alternative)
+            self._clozes[number] = ClozeRow(first, second)
+        return self._clozes[number]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class GradientSource:
+    """Gradients of items: from the store where they are, computed and kept where they will be wanted again."""
+
+    def __init__(self, base: BaseGradients, store: GradientStore) -> None:
+        self.base = base
+        self.store = store
+        self._scratch: dict[str, Tensor] = {}
+
+    def get(self, item: Item, kinds: Sequence[str], *, keep: bool) -> dict[str, Tensor]:
+        """The wanted gradients; those that were not kept are overwritten by the next call."""
+        kinds = list(dict.fromkeys(kinds))
+        key = item.key
+        found = {kind: self.store.get(key, kind) for kind in kinds}
+        missing = [kind for kind, vector in found.items() if vector is None]
+        if not missing:
+            self.store.hits += 1
+            return {kind: vector.to(self.base.device) for kind, vector in found.items() if vector is not None}
+        self.store.misses += 1
+        size = 4 * self.base.space.size * len(missing)
+        keep = keep and (self.store.has_room(size) or self.store.directory is not None)
+        out = {kind: self.base.empty() for kind in missing} if keep else self._reusable(missing)
+        computed = self.base.compute(item, missing, out=out)
+        if keep:
+            for kind in missing:
+                self.store.put(key, kind, computed[kind])
+        return {kind: computed[kind] if v is None else v.to(self.base.device) for kind, v in found.items()}
+
+    def _reusable(self, kinds: list[str]) -> dict[str, Tensor]:
+        for kind in kinds:
+            if kind not in self._scratch:
+                self._scratch[kind] = self.base.empty()
+        return {kind: self._scratch[kind] for kind in kinds}
+
+
+def checksum(vector: Tensor) -> str:
+    return hashlib.sha256(vector.contiguous().numpy().tobytes()).hexdigest()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Hash of names, dtypes and bytes of all weights: a fine-tuned copy is another model."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def store_directory(root: Path, model: nn.Module, tokenizer: Any, space: ParameterSpace, base: BaseGradients) -> Path:
+    """One directory per all that a gradient depends on besides its item."""
+    objective = base.objective
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    facts = (
+        model_fingerprint(model),
+        hashlib.sha256(repr(vocabulary).encode()).hexdigest(),
+        space.fingerprint(),
+        objective.name,
+        str(base.autocast),
+    )
+    return root / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

@@ -1,0 +1,459 @@
+"""The training loop: one stream of gradients, one or several seeds riding on it.
+
+A step: gradients of the next items (from the store or the base model), one optimizer step for each seed's model, and
+at their times logging, evaluation, normalisation and checkpoints. Numbers stay on the device until they are needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, get_scheduler
+
+from gradiend_dist.arguments import TrainingArguments
+from gradiend_dist.checkpoint import save_model
+from gradiend_dist.engines import Engine, GradiendBatch
+from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.encoder import EncoderEvaluation
+from gradiend_dist.evaluation.metrics import flip
+from gradiend_dist.gradients import GradientSource, Item, ItemRows
+from gradiend_dist.model import ModelWithGradiend
+from gradiend_dist.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+# Evaluation fields that are the same at every step or too large to keep for each.
+CONSTANT_FIELDS = ("label_value_to_class_name", "boundaries", "eval_group_basis", "sample_counts", "n_samples")
+
+
+@dataclass
+class Plan:
+    """How many steps there are and what each one holds; a pure function of arguments and schedule."""
+
+    schedule: Schedule
+    items_per_batch: int
+    batches_per_step: int
+    num_epochs: int
+    total_steps: int
+
+    @classmethod
+    def of(cls, args: TrainingArguments, schedule: Schedule) -> Plan:
+        per_step = args.gradiend_batch_size * args.gradient_accumulation_steps
+        steps_per_epoch = -(-len(schedule) // per_step)
+        epochs = args.num_train_epochs
+        if args.max_steps > 0 and not args.behaviour.max_steps_is_a_cap:
+            epochs = -(-args.max_steps // steps_per_epoch)
+        total = steps_per_epoch * epochs
+        if args.max_steps > 0:
+            total = min(total, args.max_steps)
+        return cls(schedule, args.gradiend_batch_size, args.gradient_accumulation_steps, epochs, total)
+
+    def steps(self) -> Iterator[tuple[int, int, list[list[int]]]]:
+        """(step from 1, epoch, batches of item numbers), until the last step."""
+        step = 0
+        for epoch in range(self.num_epochs):
+            order = self.schedule.epoch(epoch)
+            for start in range(0, len(order), self.items_per_batch * self.batches_per_step):
+                if step == self.total_steps:
+                    return
+                step += 1
+                mine = order[start : start + self.items_per_batch * self.batches_per_step]
+                yield (
+                    step,
+                    epoch,
+                    [mine[i : i + self.items_per_batch] for i in range(0, len(mine), self.items_per_batch)],
+                )
+
+    def visits_items_again(self) -> bool:
+        return self.total_steps * self.items_per_batch * self.batches_per_step > len(self.schedule.batches)
+
+
+@dataclass
+class Best:
+    """The best checkpoint so far; `score` is larger for better ones."""
+
+    score: float | None = None
+    correlation: float | None = None
+    loss: float | None = None
+    step: int | None = None
+    epoch: int | None = None
+    saved: bool = False
+
+    def as_dict(self, *, by_loss: bool) -> dict[str, Any]:
+        out: dict[str, Any] = {"correlation": self.correlation, "global_step": self.step, "epoch": self.epoch}
+        return {**out, "loss": self.loss} if by_loss else out
+
+
+@dataclass
+class SeedRun:
+    """One seed's model in training and its history."""
+
+    seed: int
+    model: ModelWithGradiend
+    engine: Engine
+    output: Path
+    callbacks: list[TrainerCallback]
+    stats: dict[str, Any] = field(default_factory=lambda: {"scores": {}, "encoder_norms": {}, "decoder_norms": {}})
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    best: Best = field(default_factory=Best)
+    stopped: bool = False
+    unread: list[tuple[int, Tensor, str]] = field(default_factory=list)
+    state: TrainerState = field(default_factory=TrainerState)
+    control: TrainerControl = field(default_factory=TrainerControl)
+
+    @property
+    def best_path(self) -> Path:
+        return self.output.with_name(f"{self.output.name}_best")
+
+    def step_path(self, step: int) -> Path:
+        return self.output.with_name(f"{self.output.name}_step_{step}")
+
+    def epoch_path(self, epoch: int) -> Path:
+        return self.output.with_name(f"{self.output.name}_epoch_{epoch + 1}")
+
+    def read_steps(self) -> None:
+        """Bring the numbers of the last steps to the host; a step that was not finite ends the run here."""
+        if not self.unread:
+            return
+        values = torch.stack([output for _, output, _ in self.unread]).cpu().tolist()
+        for (step, _, names), (loss, grad_norm, encoder_norm, decoder_norm) in zip(self.unread, values, strict=True):
+            if not all(abs(v) < float("inf") for v in (loss, grad_norm)):  # False for NaN as well
+                raise UserError(
+                    f"The loss or its gradient is not finite at step {step} of seed {self.seed} (loss {loss}, gradient "
+                    f"norm {grad_norm}): no weight was changed by it; it came from {names}. Lower learning_rate, or "
+                    "check these rows."
+                )
+            self.losses.append(loss)
+            self.grad_norms.append(grad_norm)
+            self.stats["encoder_norms"][step] = encoder_norm
+            self.stats["decoder_norms"][step] = decoder_norm
+        self.unread.clear()
+
+
+class Clock:
+    """Seconds by what they were spent on, under the reference's names."""
+
+    def __init__(self) -> None:
+        self.seconds = {"data_preparation": 0.0, "model_with_gradiend": 0.0, "eval": 0.0, "save": 0.0, "total": 0.0}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def spending(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - start
+
+    def as_dict(self) -> dict[str, float]:
+        self.seconds["total"] = time.perf_counter() - self._start
+        return dict(self.seconds)
+
+
+class TrainingLoop:
+    """Trains `runs` on the same items; all of them see the same gradients."""
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        runs: Sequence[SeedRun],
+        plan: Plan,
+        rows: ItemRows,
+        gradients: GradientSource,
+        evaluation: EncoderEvaluation | None,
+        *,
+        more_seeds_follow: bool = False,
+    ) -> None:
+        self.args, self.runs, self.plan = args, list(runs), plan
+        self.rows, self.gradients, self.evaluation = rows, gradients, evaluation
+        self.keep = more_seeds_follow or plan.visits_items_again()
+        self.by_loss = args.convergent_metric == "loss"
+        self.clock = Clock()
+        self._items: dict[int, Item] = {}
+        self._schedule = self._make_scheduler()
+
+    def run(self) -> None:
+        """Train all runs to their ends. Their models then hold the last weights, their outputs the best ones."""
+        for run in self.runs:
+            self._begin(run)
+        if self.evaluation is not None:
+            for run in self.runs:
+                self._evaluate(run, step=0, epoch=0)
+        total = self.plan.total_steps
+        names = ", ".join(str(run.seed) for run in self.runs)
+        bar = tqdm(total=total, desc=f"seed {names}", unit="step", disable=None, leave=False)
+        current = -1
+        with bar:
+            for step, epoch, batches in self.plan.steps():
+                if epoch != current:
+                    self._turn_epoch(current, epoch)
+                    current = epoch
+                self._step(step, epoch, batches)
+                bar.update()
+                if all(run.stopped for run in self.runs):
+                    break
+        self._turn_epoch(current, None)
+        for run in self.runs:
+            run.read_steps()
+            self._fire(run, "on_train_end")
+
+    def _make_scheduler(self) -> Any:
+        """Hugging Face's schedulers want an optimizer: one without weights carries the learning rate."""
+        carrier = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
+        warmup = self.args.warmup_steps or int(self.args.warmup_ratio * self.plan.total_steps)
+        return get_scheduler(self.args.lr_scheduler_type, carrier, warmup, self.plan.total_steps), carrier
+
+    def _step(self, step: int, epoch: int, numbers: list[list[int]]) -> None:
+        scheduler, carrier = self._schedule
+        learning_rate = scheduler.get_last_lr()[0]
+        active = [run for run in self.runs if not run.stopped]
+        for run in active:
+            run.state.epoch = epoch
+            self._fire(run, "on_step_begin")
+        with self.clock.spending("data_preparation"):
+            batches, names = self._gather(numbers)
+        with self.clock.spending("model_with_gradiend"):
+            for run in active:
+                run.unread.append((step, run.engine.step(batches, learning_rate), names))
+                run.learning_rates.append(learning_rate)
+        carrier.step()
+        scheduler.step()
+        for run in active:
+            self._after_step(run, step, epoch)
+
+    def _gather(self, numbers: list[list[int]]) -> tuple[list[GradiendBatch], str]:
+        """The GRADIEND batches of a step, and the names of their items for messages."""
+        single = len(numbers) == 1 and len(numbers[0]) == 1
+        batches, names = [], []
+        for batch in numbers:
+            sources, targets, labels = [], [], []
+            for number in batch:
+                item = self._item(number)
+                names.append(f"item {number} ({item.name})")
+                source, target = self._source_and_target(item)
+                # A vector that was not kept is overwritten by the next item's.
+                sources.append(source if single or source is None else source.clone())
+                targets.append(target if single or target is None else target.clone())
+                labels.append([self._label(number)])
+            batches.append(GradiendBatch(_stack(sources), _stack(targets), torch.tensor(labels)))
+        return batches, "; ".join(names)
+
+    def _source_and_target(self, item: Item) -> tuple[Tensor | None, Tensor | None]:
+        wants_source, wants_target = not self.args.supervised_decoder, not self.args.supervised_encoder
+        kinds = [self.args.source] * wants_source + [self.args.target] * wants_target
+        vectors = self.gradients.get(item, kinds, keep=self.keep)
+        return (
+            vectors[self.args.source] if wants_source else None,
+            vectors[self.args.target] if wants_target else None,
+        )
+
+    def _item(self, number: int) -> Item:
+        if number not in self._items:
+            self._items[number] = self.rows.item(self.plan.schedule.batches[number])
+        return self._items[number]
+
+    def _label(self, number: int) -> float:
+        """The class of the token that the encoder sees, as +1, -1 or 0."""
+        label = float(self.rows.rows["label"].iat[int(self.plan.schedule.batches[number][0])])
+        return -label if self.args.source == "alternative" else label
+
+    def _after_step(self, run: SeedRun, step: int, epoch: int) -> None:
+        last = step == self.plan.total_steps
+        run.state.global_step, run.state.epoch = step, epoch
+        logs = step % self.args.logging_steps == 0 or last
+        evaluates = self.evaluation is not None and (step % self.args.eval_steps == 0 or last)
+        # On the CPU nothing is waited for by reading; elsewhere numbers are read when they are wanted.
+        if logs or evaluates or run.unread[-1][1].device.type == "cpu":
+            run.read_steps()
+        if evaluates:
+            self._evaluate(run, step, epoch)
+        self._watch_loss(run, step, epoch, evaluates or last)
+        if self.args.save_strategy == "steps" and step % self.args.save_steps == 0:
+            self._save(run, run.step_path(step))
+        if logs:
+            self._log(run, step)
+        self._fire(run, "on_step_end", metrics=None)
+        self._obey(run, step, epoch, evaluated=evaluates)
+
+    def _obey(self, run: SeedRun, step: int, epoch: int, *, evaluated: bool) -> None:
+        """What a callback asked for."""
+        control = run.control
+        if control.should_evaluate and self.evaluation is not None and not evaluated:
+            run.read_steps()
+            self._evaluate(run, step, epoch)
+            evaluated = True
+        if control.should_save:
+            self._save(run, run.step_path(step))
+        control.should_evaluate = control.should_save = control.should_log = False
+        if control.should_training_stop and not run.stopped:
+            logger.info("seed %d stopped by a callback at step %d", run.seed, step)
+            run.stopped = True
+            run.read_steps()
+            if self.evaluation is not None and not evaluated:
+                self._evaluate(run, step, epoch)
+
+    def _evaluate(self, run: SeedRun, step: int, epoch: int) -> None:
+        """Evaluate, turn the encoding if it is upside down, remember the result, keep the checkpoint if it is best."""
+        assert self.evaluation is not None
+        with self.clock.spending("eval"):
+            if self.args.evaluate_fn is not None:
+                metrics = dict(self.args.evaluate_fn(run.model))
+            else:
+                metrics = self.evaluation.metrics(run.engine.encode)
+        metrics = self._normalise(run, step, metrics)
+        self._remember(run, step, metrics)
+        if not self.by_loss:
+            self._compete(run, step, epoch, correlation=metrics["correlation"])
+        logger.info(
+            "seed %d step %d: correlation %.4f, class means %s",
+            run.seed,
+            step,
+            metrics["correlation"],
+            ", ".join(f"{k:+.0f}: {v:.3f}" for k, v in sorted(metrics.get("mean_by_class", {}).items())),
+        )
+        self._tell_callbacks(run, metrics)
+
+    def _tell_callbacks(self, run: SeedRun, metrics: dict[str, Any]) -> None:
+        """Callbacks compare with the best value before this one; only then is it updated."""
+        values = {f"eval_{name}": value for name, value in metrics.items()}
+        if run.losses:
+            values["eval_loss"] = self._recent_loss(run)
+        self._fire(run, "on_evaluate", metrics=values)
+        run.state.best_metric = run.best.loss if self.by_loss else run.best.correlation
+
+    def _recent_loss(self, run: SeedRun) -> float:
+        recent = run.losses[-self.args.eval_steps :]
+        return sum(recent) / len(recent)
+
+    def _normalise(self, run: SeedRun, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        behaviour = self.args.behaviour
+        upside_down = metrics["correlation"] < behaviour.flip_below
+        if not (self.args.normalize_gradiend and upside_down and run.model.gradiend.latent_dim == 1):
+            return metrics
+        logger.info("seed %d step %d: encoding turned, correlation was %.4f", run.seed, step, metrics["correlation"])
+        run.engine.flip(with_decoder_bias=behaviour.flip_decoder_bias)
+        return flip(metrics)
+
+    def _remember(self, run: SeedRun, step: int, metrics: dict[str, Any]) -> None:
+        run.stats["global_step"] = step
+        run.stats["correlation"] = metrics["correlation"]
+        run.stats["scores"][step] = metrics["correlation"]
+        for name, value in metrics.items():
+            if name == "correlation":
+                continue
+            if name in CONSTANT_FIELDS:
+                run.stats[name] = value
+            else:
+                run.stats.setdefault(name, {})[step] = value
+
+    def _compete(self, run: SeedRun, step: int, epoch: int, *, correlation: float) -> None:
+        if step == 0 and not self.args.behaviour.step_zero_competes:
+            return
+        score = abs(correlation)
+        beaten = run.best.score is not None and score <= run.best.score
+        if beaten and self.args.save_strategy != "no":  # without checkpoints the last model is the one that stays
+            return
+        run.best = Best(score, correlation=correlation, step=step, epoch=epoch, saved=run.best.saved)
+        self._save_best(run)
+
+    def _watch_loss(self, run: SeedRun, step: int, epoch: int, boundary: bool) -> None:
+        """The best checkpoint where there is no correlation to go by."""
+        if self.by_loss and (boundary or self.args.behaviour.step_zero_competes):
+            # Single losses jump with their items: away from the reference, the mean since the last look decides.
+            loss = run.losses[-1] if self.args.behaviour.step_zero_competes else self._recent_loss(run)
+            if run.best.score is None or -loss > run.best.score:
+                run.best = Best(-loss, loss=loss, step=step, epoch=epoch, saved=run.best.saved)
+                self._save_best(run)
+        elif self.evaluation is None and step == 1 and self.args.behaviour.step_zero_competes:
+            # The reference without evaluation keeps the model of the first step.
+            run.best = Best(1.0, correlation=-1.0, step=1, epoch=0)
+            self._save_best(run)
+
+    def _save_best(self, run: SeedRun) -> None:
+        if self.args.save_strategy == "no" or run.best.step == 0:
+            return
+        self._save(run, run.best_path)
+        run.best.saved = True
+
+    def _save(self, run: SeedRun, path: Path) -> None:
+        with self.clock.spending("save"):
+            save_model(run.model, path, training=self.record(run), with_tokenizer=False)
+
+    def _log(self, run: SeedRun, step: int) -> None:
+        recent = run.losses[-self.args.logging_steps :]
+        seconds = self.clock.as_dict()
+        items_per_second = step * self.plan.items_per_batch * self.plan.batches_per_step / seconds["total"]
+        logs = {
+            "loss": sum(recent) / len(recent),
+            "grad_norm": run.grad_norms[-1],
+            "learning_rate": run.learning_rates[-1],
+            "encoder_norm": run.stats["encoder_norms"][step],
+            "decoder_norm": run.stats["decoder_norms"][step],
+            "items_per_second": items_per_second,
+        }
+        run.state.log_history.append({**logs, "step": step})
+        logger.info(
+            "seed %d step %d/%d: %s",
+            run.seed,
+            step,
+            self.plan.total_steps,
+            ", ".join(f"{name} {value:.4g}" for name, value in logs.items()),
+        )
+        self._fire(run, "on_log", logs=logs)
+
+    def _begin(self, run: SeedRun) -> None:
+        run.state.max_steps = self.plan.total_steps
+        run.state.num_train_epochs = self.plan.num_epochs
+        self._fire(run, "on_train_begin")
+
+    def _turn_epoch(self, ended: int, begun: int | None) -> None:
+        for run in self.runs:
+            if ended >= 0 and run.state.epoch == ended:
+                self._fire(run, "on_epoch_end")
+                if not self.args.save_only_best and not self.args.delete_models and self.plan.num_epochs > 1:
+                    run.read_steps()
+                    self._save(run, run.epoch_path(ended))
+            if begun is not None and not run.stopped:
+                self._fire(run, "on_epoch_begin")
+
+    def _fire(self, run: SeedRun, event: str, **values: Any) -> None:
+        for callback in run.callbacks:
+            getattr(callback, event)(self.args, run.state, run.control, model=run.model, **values)
+
+    def record(self, run: SeedRun) -> dict[str, Any]:
+        """What training.json says about a run so far."""
+        stats = {"global_step": len(run.losses), **run.stats}
+        stats["grad_norms"] = dict(enumerate(run.grad_norms, 1))
+        stats["learning_rates"] = dict(enumerate(run.learning_rates, 1))
+        return {
+            "training_stats": stats,
+            "best_score_checkpoint": run.best.as_dict(by_loss=self.by_loss),
+            "training_args": {**self.args.to_dict(), "seed": self.args.seed},
+            "time": self.clock.as_dict(),
+            "losses": list(run.losses),
+            "seed": run.seed,
+        }
+
+
+def own_copies(callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
+    """Callbacks keep counters; every seed gets its own."""
+    return [copy.deepcopy(callback) for callback in callbacks]
+
+
+def _stack(vectors: list[Tensor | None]) -> Tensor | None:
+    present = [vector for vector in vectors if vector is not None]
+    if not present:
+        return None
+    return present[0].unsqueeze(0) if len(present) == 1 else torch.stack(present)

@@ -1,0 +1,590 @@
+"""The GRADIEND model: encoder n -> m and decoder m -> n over gradients, alone, over named weights, and with a base model.
+
+    h  = act_e(We.x + be)      We [m, n], be [m]
+    y' = act_d(Wd.h + bd)      Wd [n, m], bd [n]
+
+`GradiendModel` is the bare pair, `ParamMappedGradiendModel` knows which base weight each of the n entries is, and
+`ModelWithGradiend` adds the base model itself: it encodes gradients and rewrites the base along the decoder's vector.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradiend_dist.arguments import ACTIVATIONS, GRADIENTS, PARTS, check_topk, require_choice
+from gradiend_dist.devices import Placement, place
+from gradiend_dist.errors import UserError
+from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, Item
+from gradiend_dist.objectives import ClozeRow, Objective, choose_objective
+from gradiend_dist.space import ParameterSpace
+
+_ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "leakyrelu": nn.LeakyReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "elu": nn.ELU,
+    "sigmoid": nn.Sigmoid,
+    "smht": nn.Hardtanh,
+    "id": nn.Identity,
+}
+
+
+class Projection(nn.Module):
+    """A linear map whose weights are left unset; the extra level gives the file its names (`encoder.0.linear.weight`)."""
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, device: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.linear.weight, self.linear.bias)
+
+
+class GradiendModel(nn.Module):
+    """Encoder and decoder without any knowledge of a base model."""
+
+    def __init__(
+        self,
+        input_dim: int,
+        latent_dim: int = 1,
+        *,
+        activation_encoder: str = "tanh",
+        activation_decoder: str = "id",
+        bias_decoder: bool = True,
+        torch_dtype: torch.dtype = torch.float32,
+        device: Any = None,
+        device_encoder: Any = None,
+        device_decoder: Any = None,
+        generator: torch.Generator | None = None,
+        initialize: bool = True,
+    ) -> None:
+        super().__init__()
+        require_choice("activation_encoder", activation_encoder, ACTIVATIONS)
+        require_choice("activation_decoder", activation_decoder, ACTIVATIONS)
+        self.input_dim, self.latent_dim = input_dim, latent_dim
+        self.activation_encoder, self.activation_decoder = activation_encoder, activation_decoder
+        self.bias_decoder = bias_decoder
+        encoder_at, decoder_at = device_encoder or device or "cpu", device_decoder or device or "cpu"
+        self.encoder = nn.Sequential(
+            Projection(input_dim, latent_dim, bias=True, device=encoder_at, dtype=torch_dtype),
+            _ACTIVATION_MODULES[activation_encoder](),
+        )
+        self.decoder = nn.Sequential(
+            Projection(latent_dim, input_dim, bias=bias_decoder, device=decoder_at, dtype=torch_dtype),
+            _ACTIVATION_MODULES[activation_decoder](),
+        )
+        if initialize:
+            self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """The reference's start, draw for draw, so that a seed means the same model in both packages.
+
+        Torch's default for the encoder; the decoder first takes torch's default draws, which are thrown away, and then
+        uniform ones in (-x, x), x the largest encoder weight. Draws are made on the CPU: a device never changes them.
+        """
+        encoder, decoder = self.encoder[0].linear, self.decoder[0].linear
+        encoder_weight = torch.empty(encoder.weight.shape)
+        nn.init.kaiming_uniform_(encoder_weight, a=math.sqrt(5), generator=generator)
+        bound = 1 / math.sqrt(self.input_dim)
+        encoder.bias.copy_(torch.empty(self.latent_dim).uniform_(-bound, bound, generator=generator))
+        encoder.weight.copy_(encoder_weight)
+        largest = encoder_weight.max().item()
+        decoder_weight = encoder_weight.view(self.input_dim, self.latent_dim)
+        decoder_bias = torch.empty(self.input_dim) if self.bias_decoder else None
+        for draw_bound in (1.0, largest):
+            decoder_weight.uniform_(-draw_bound, draw_bound, generator=generator)
+            if decoder_bias is not None:
+                decoder_bias.uniform_(-draw_bound, draw_bound, generator=generator)
+        decoder.weight.copy_(decoder_weight)
+        if decoder_bias is not None:
+            decoder.bias.copy_(decoder_bias)
+
+    @property
+    def encoder_weight(self) -> Tensor:
+        return self.encoder[0].linear.weight.data
+
+    @property
+    def encoder_bias(self) -> Tensor:
+        return self.encoder[0].linear.bias.data
+
+    @property
+    def decoder_weight(self) -> Tensor:
+        return self.decoder[0].linear.weight.data
+
+    @property
+    def decoder_bias_vector(self) -> Tensor | None:
+        bias = self.decoder[0].linear.bias
+        return None if bias is None else bias.data
+
+    @property
+    def device_encoder(self) -> torch.device:
+        return self.encoder_weight.device
+
+    @property
+    def device_decoder(self) -> torch.device:
+        return self.decoder_weight.device
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self.encoder_weight.dtype
+
+    def forward_encoder(self, x: Tensor) -> Tensor:
+        """Encodings [k, m] (or [m]) of gradients [k, n] (or [n])."""
+        return self.encoder(x.to(self.device_encoder, self.torch_dtype))
+
+    def forward_decoder(self, latent: Tensor) -> Tensor:
+        return self.decoder(latent.to(self.device_decoder, self.torch_dtype))
+
+    def forward(self, x: Tensor, return_encoded: bool = False) -> Any:
+        latent = self.forward_encoder(x)
+        decoded = self.forward_decoder(latent)
+        return (decoded, latent) if return_encoded else decoded
+
+    @torch.no_grad()
+    def invert_encoding(self) -> None:
+        """Turn the latent axis around; the decoder's output for a given gradient stays the same for odd activations."""
+        self.encoder_weight.neg_()
+        self.encoder_bias.neg_()
+        self.decoder_weight.neg_()
+
+    @torch.no_grad()
+    def get_weight_importance(self, part: str = "decoder-weight") -> Tensor:
+        """One non-negative number per entry of the space, on the CPU."""
+        require_choice("part", part, PARTS)
+        bias = self.decoder_bias_vector
+        if part == "encoder-weight":
+            return self.encoder_weight.abs().sum(0).cpu()
+        if part == "decoder-weight":
+            return self.decoder_weight.abs().sum(1).cpu()
+        if bias is None:
+            raise UserError(f"part={part} needs a decoder bias, this model has none: use decoder-weight.")
+        if part == "decoder-bias":
+            return bias.abs().cpu()
+        return (self.decoder_weight.sum(1) + bias).abs().cpu()
+
+    def architecture(self) -> dict[str, Any]:
+        """What config.json says about the model."""
+        return {
+            "input_dim": self.input_dim,
+            "latent_dim": self.latent_dim,
+            "activation_encoder": self.activation_encoder,
+            "activation_decoder": self.activation_decoder,
+            "bias_decoder": self.bias_decoder,
+            "torch_dtype": str(self.torch_dtype).removeprefix("torch."),
+        }
+
+    @torch.no_grad()
+    def _keep_entries(self, keep: Tensor) -> None:
+        """Shrink encoder columns, decoder rows and decoder bias to these entries."""
+        encoder, decoder = self.encoder[0].linear, self.decoder[0].linear
+        encoder.weight = nn.Parameter(encoder.weight.data[:, keep.to(encoder.weight.device)].clone())
+        at_decoder = keep.to(decoder.weight.device)
+        decoder.weight = nn.Parameter(decoder.weight.data[at_decoder].clone())
+        if decoder.bias is not None:
+            decoder.bias = nn.Parameter(decoder.bias.data[at_decoder].clone())
+        self.input_dim = encoder.in_features = decoder.out_features = keep.numel()
+
+
+def select_entries_to_keep(
+    num_entries: int,
+    *,
+    mask: Tensor | None = None,
+    threshold: float | None = None,
+    topk: int | float | None = None,
+    importance: Tensor | None = None,
+    in_float32: bool = False,
+) -> Tensor:
+    """Positions to keep, ascending: first the mask, then the threshold, then the top k of what is left.
+
+    Ties at the k-th place go to the lowest positions. `in_float32` rounds k as the reference does.
+    """
+    check_topk("topk", topk)
+    keep = torch.arange(num_entries)
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape != (num_entries,):
+            raise UserError(
+                f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}: pass a torch.bool mask of shape "
+                f"({num_entries},)."
+            )
+        keep = mask.cpu().nonzero().squeeze(1)
+    if threshold is not None:
+        assert importance is not None, "a threshold compares importances"
+        keep = keep[importance[keep] >= threshold]
+    if topk is not None and not (isinstance(topk, float) and topk == 1.0):
+        assert importance is not None, "top k compares importances"
+        keep = _largest(importance, keep, count_to_keep(topk, keep.numel(), in_float32=in_float32))
+    if not keep.numel():
+        raise UserError("Pruning keeps nothing: lower the threshold, raise topk or widen the mask.")
+    return keep
+
+
+def count_to_keep(topk: int | float, remaining: int, *, in_float32: bool = False) -> int:
+    if isinstance(topk, int):
+        return min(topk, remaining)
+    if in_float32:
+        return max(1, int(torch.ceil(torch.tensor(topk * remaining)).item()))
+    return min(remaining, math.ceil(topk * remaining))
+
+
+def _largest(importance: Tensor, keep: Tensor, k: int) -> Tensor:
+    """The k positions of `keep` with the largest importance, ascending, ties to the lowest position."""
+    if k >= keep.numel():
+        return keep
+    values = importance if keep.numel() == importance.numel() else importance[keep]
+    smallest_kept = torch.topk(values, k, sorted=False).values.min()
+    above = (values > smallest_kept).nonzero().squeeze(1)
+    tied = (values == smallest_kept).nonzero().squeeze(1)[: k - above.numel()]
+    return keep[torch.cat([above, tied]).sort().values]
+
+
+class ParamMappedGradiendModel(GradiendModel):
+    """A GRADIEND model whose entries are named: it knows its parameter space."""
+
+    def __init__(self, space: ParameterSpace, latent_dim: int = 1, **options: Any) -> None:
+        super().__init__(space.size, latent_dim, **options)
+        self.space = space
+
+    @property
+    def param_map(self) -> list[str]:
+        return [weight.name for weight in self.space.weights]
+
+    @property
+    def unpruned_length(self) -> int:
+        return self.space.full_size
+
+    def __len__(self) -> int:
+        return self.space.size
+
+    def flatten_gradient_dict(self, gradients: dict[str, Tensor]) -> Tensor:
+        """The vector of a {weight name: gradient} mapping."""
+        missing = [w.name for w in self.space.active() if w.name not in gradients]
+        if missing:
+            raise UserError(f"The gradient dict lacks {missing[0]!r} ({len(missing)} in all): pass all mapped weights.")
+        return torch.cat(
+            [gradients[w.name].reshape(-1)[w.flat_indices().to(gradients[w.name].device)] for w in self.space.active()]
+        )
+
+    def forward_encoder(self, x: Tensor | dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward_encoder(self.flatten_gradient_dict(x) if isinstance(x, dict) else x)
+
+    def prune(
+        self,
+        *,
+        topk: int | float | None = None,
+        threshold: float | None = None,
+        mask: Tensor | None = None,
+        importance: Tensor | None = None,
+        part: str = "decoder-weight",
+        inplace: bool = True,
+        return_mask: bool = False,
+    ) -> Any:
+        """Keep the entries that mask, threshold and topk select, in this order; returns the model (and the mask)."""
+        if importance is None and (topk is not None or threshold is not None):
+            importance = self.get_weight_importance(part)
+        combined = torch.zeros(self.input_dim, dtype=torch.bool)
+        keep = select_entries_to_keep(self.input_dim, mask=mask, threshold=threshold, topk=topk, importance=importance)
+        combined[keep] = True
+        model = self
+        if inplace:
+            self.keep_entries(keep)
+        else:
+            model = self._copy_of(keep)
+        return (model, combined) if return_mask else model
+
+    def keep_entries(self, keep: Tensor) -> None:
+        """Shrink weights and space to these local positions."""
+        self._keep_entries(keep)
+        self.space = self.space.select(keep)
+
+    def _copy_of(self, keep: Tensor) -> ParamMappedGradiendModel:
+        """A pruned copy; never a copy of the unpruned weights."""
+        pruned = ParamMappedGradiendModel(
+            self.space.select(keep),
+            self.latent_dim,
+            activation_encoder=self.activation_encoder,
+            activation_decoder=self.activation_decoder,
+            bias_decoder=self.bias_decoder,
+            torch_dtype=self.torch_dtype,
+            device_encoder=self.device_encoder,
+            device_decoder=self.device_decoder,
+            initialize=False,
+        )
+        pruned.encoder_weight.copy_(self.encoder_weight[:, keep.to(self.device_encoder)])
+        pruned.encoder_bias.copy_(self.encoder_bias)
+        pruned.decoder_weight.copy_(self.decoder_weight[keep.to(self.device_decoder)])
+        bias, mine = pruned.decoder_bias_vector, self.decoder_bias_vector
+        if bias is not None and mine is not None:
+            bias.copy_(mine[keep.to(self.device_decoder)])
+        return pruned
+
+    def get_topk_weights(self, part: str = "decoder-weight", topk: int | float = 1000) -> list[int]:
+        """Base-global positions of the most important entries, most important first."""
+        importance = self.get_weight_importance(part)
+        k = count_to_keep(topk, self.input_dim)
+        local = torch.sort(importance, descending=True, stable=True).indices[:k]
+        return self.space.base_global(local).tolist()
+
+    def get_enhancer_mask(self, topk: int | float, part: str = "decoder-weight") -> Tensor:
+        """A mask over the current space of its most important entries, to pass to `prune`."""
+        keep = select_entries_to_keep(self.input_dim, topk=topk, importance=self.get_weight_importance(part))
+        mask = torch.zeros(self.input_dim, dtype=torch.bool)
+        mask[keep] = True
+        return mask
+
+
+class ModelWithGradiend:
+    """A base model and the GRADIEND model over its gradients."""
+
+    def __init__(
+        self,
+        base_model: nn.Module,
+        gradiend: ParamMappedGradiendModel,
+        tokenizer: Any,
+        *,
+        source: str = "alternative",
+        target: str = "diff",
+        objective: str = "auto",
+        mask_placeholder: str = "[MASK]",
+        max_length: int = 256,
+        causal_label_early: bool = False,
+    ) -> None:
+        require_choice("source", source, GRADIENTS)
+        require_choice("target", target, GRADIENTS)
+        check_space_fits(gradiend.space, base_model)
+        self.base_model = base_model.eval()
+        self.gradiend = gradiend
+        self.tokenizer = tokenizer
+        self.source, self.target = source, target
+        self.feature_class_encoding_direction: dict[str, int] = {}
+        self.objective: Objective = choose_objective(
+            objective,
+            base_model,
+            tokenizer,
+            max_length=max_length,
+            mask_placeholder=mask_placeholder,
+            label_early=causal_label_early,
+        )
+        self._gradients: GradientSource | None = None
+
+    @classmethod
+    def from_pretrained(cls, load_directory: str | Path, **options: Any) -> ModelWithGradiend:
+        """Load a saved GRADIEND model with its base model, or put a new one over a plain base model.
+
+        Options: `device`, `device_encoder`, `device_decoder`, `device_base_model`, `encoder_decoder_same_device`,
+        `torch_dtype`, `trust_remote_code`, `base_model` (a model or path to use instead of the recorded one), and, for
+        a plain base model, those of `create_model_with_gradiend`.
+        """
+        from gradiend_dist.checkpoint import is_model_directory, load_model
+
+        if is_model_directory(load_directory):
+            return load_model(load_directory, cls, **options)
+        return create_model_with_gradiend(str(load_directory), **options)
+
+    def save_pretrained(self, save_directory: str | Path, training: dict[str, Any] | None = None) -> None:
+        """Write the directory that `from_pretrained`, here and in the reference, reads."""
+        from gradiend_dist.checkpoint import save_model
+
+        save_model(self, save_directory, training=training)
+
+    @property
+    def name_or_path(self) -> str:
+        return str(self.base_model.name_or_path)
+
+    def __len__(self) -> int:
+        return len(self.gradiend)
+
+    def gradient_source(self) -> GradientSource:
+        """Gradients over the current space, uncached; the trainer brings its own with a store."""
+        if self._gradients is None or self._gradients.base.space is not self.gradiend.space:
+            base = BaseGradients(self.base_model, self.tokenizer, self.objective, self.gradiend.space)
+            self._gradients = GradientSource(base, GradientStore(budget_bytes=0))
+        return self._gradients
+
+    def create_gradients(self, text: str, label: str) -> Tensor:
+        """The gradient of predicting `label` at the blank of `text`, over the current space."""
+        cloze = self.objective.cloze(text, label)
+        item = Item((ClozeRow(cloze, cloze),))
+        return self.gradient_source().get(item, ["factual"], keep=False)["factual"].clone()
+
+    @torch.no_grad()
+    def encode(self, input: Any, label: str | None = None, return_float: bool = False) -> Any:
+        """The encoding of a gradient vector or dict, or of `label` at the blank of a text."""
+        gradient = self.create_gradients(input, self._need_label(label)) if isinstance(input, str) else input
+        encoded = self.gradiend.forward_encoder(gradient)
+        if not return_float:
+            return encoded
+        values = encoded.flatten().tolist()
+        return values[0] if len(values) == 1 else values
+
+    @staticmethod
+    def _need_label(label: str | None) -> str:
+        if label is None:
+            raise UserError("encode() of a text needs the word at its blank: pass label=...")
+        return label
+
+    @torch.no_grad()
+    def rewrite_base_model(
+        self, learning_rate: float, feature_factor: float | Sequence[float] = 1.0, part: str = "decoder"
+    ) -> nn.Module:
+        """A copy of the base model, moved by `learning_rate` along the decoder's vector for `feature_factor`."""
+        vector = self.rewrite_vector(feature_factor, part)
+        changed = copy.deepcopy(self.base_model)
+        parameters = dict(changed.named_parameters())
+        for weight in self.gradiend.space.active():
+            parameter = parameters[weight.name]
+            step = (learning_rate * vector[weight.offset : weight.stop]).to(parameter.device, parameter.dtype)
+            flat = parameter.data.view(-1)
+            if weight.selected is None:
+                flat.add_(step)
+            else:
+                flat.index_add_(0, weight.selected.to(parameter.device), step)
+        return changed
+
+    def rewrite_vector(self, feature_factor: float | Sequence[float], part: str) -> Tensor:
+        """The direction of a rewrite, one number per entry of the space."""
+        model, latent_dim = self.gradiend, self.gradiend.latent_dim
+        if part == "decoder":
+            factors = torch.as_tensor(feature_factor, dtype=torch.float32).reshape(-1)
+            if factors.numel() not in (1, latent_dim):
+                raise UserError(
+                    f"feature_factor has {factors.numel()} values, latent_dim is {latent_dim}: pass as many."
+                )
+            return model.forward_decoder(factors.expand(latent_dim)).float()
+        require_choice("part", part, PARTS)
+        bias = model.decoder_bias_vector
+        if part == "encoder-weight":
+            return model.encoder_weight.sum(0).float()
+        if part == "decoder-weight":
+            return model.decoder_weight.sum(1).float()
+        if bias is None:
+            raise UserError(f"part={part} needs a decoder bias, this model has none: use decoder-weight.")
+        return (bias if part == "decoder-bias" else model.decoder_weight.sum(1) + bias).float()
+
+    def prune_gradiend(self, *, inplace: bool = True, return_mask: bool = False, **selection: Any) -> Any:
+        """`ParamMappedGradiendModel.prune` on the model as a whole."""
+        pruned, mask = self.gradiend.prune(inplace=inplace, return_mask=True, **selection)
+        model = self
+        if not inplace:
+            model = copy.copy(self)
+            model.gradiend = pruned
+        return (model, mask) if return_mask else model
+
+    def get_weight_importance(self, part: str = "decoder-weight") -> Tensor:
+        return self.gradiend.get_weight_importance(part)
+
+    def get_topk_weights(self, part: str = "decoder-weight", topk: int | float = 1000) -> list[int]:
+        return self.gradiend.get_topk_weights(part, topk)
+
+    def get_enhancer_mask(self, topk: int | float, part: str = "decoder-weight") -> Tensor:
+        return self.gradiend.get_enhancer_mask(topk, part)
+
+    def invert_encoding(self) -> None:
+        self.gradiend.invert_encoding()
+
+
+def check_space_fits(space: ParameterSpace, base_model: nn.Module) -> None:
+    """A GRADIEND model belongs to the base model whose weights it names."""
+    parameters = dict(base_model.named_parameters())
+    for weight in space.weights:
+        found = parameters.get(weight.name)
+        if found is None or tuple(found.shape) != weight.shape:
+            shape = "no such weight" if found is None else f"shape {tuple(found.shape)}"
+            raise UserError(
+                f"The GRADIEND model names {weight.name} of shape {weight.shape}, the base model has {shape}: "
+                "pass the base model that it was trained on."
+            )
+
+
+def load_base_model(
+    path: str, *, torch_dtype: str = "float32", trust_remote_code: bool = False
+) -> tuple[nn.Module, Any]:
+    """The base model with the head it was built for, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+    from gradiend_dist.objectives import is_causal
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise UserError(f"model={path!r} is an encoder-decoder model: pass a masked or a causal one.")
+    kind = AutoModelForCausalLM if is_causal(config, tokenizer) else AutoModelForMaskedLM
+    try:
+        model = kind.from_pretrained(
+            path, config=config, dtype=getattr(torch, torch_dtype), trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
+    return model.eval(), tokenizer
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."
+
+
+def create_model_with_gradiend(
+    model: str | nn.Module,
+    *,
+    tokenizer: Any = None,
+    param_map: Sequence[str] | None = None,
+    latent_dim: int = 1,
+    activation_encoder: str = "tanh",
+    activation_decoder: str = "id",
+    bias_decoder: bool = True,
+    torch_dtype: str = "float32",
+    trust_remote_code: bool = False,
+    source: str = "alternative",
+    target: str = "diff",
+    seed: int | None = None,
+    placement: Placement | None = None,
+    device: str | None = None,
+    device_encoder: str | None = None,
+    device_decoder: str | None = None,
+    device_base_model: str | None = None,
+    encoder_decoder_same_device: bool = False,
+    **options: Any,
+) -> ModelWithGradiend:
+    """A fresh GRADIEND model over a base model (a path, a hub id or a loaded model with its tokenizer).
+
+    `param_map` restricts the weights by name or wildcard; `seed` fixes the start; further options go to
+    `ModelWithGradiend`.
+    """
+    if isinstance(model, str):
+        model, tokenizer = load_base_model(model, torch_dtype=torch_dtype, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        raise UserError("create_model_with_gradiend() of a loaded model needs its tokenizer: pass tokenizer=...")
+    placement = placement or place(
+        torch.cuda.device_count(),
+        device=device,
+        device_encoder=device_encoder,
+        device_decoder=device_decoder,
+        device_base_model=device_base_model,
+        encoder_decoder_same_device=encoder_decoder_same_device,
+    )
+    gradiend = ParamMappedGradiendModel(
+        ParameterSpace.of_model(model, param_map),
+        latent_dim,
+        activation_encoder=activation_encoder,
+        activation_decoder=activation_decoder,
+        bias_decoder=bias_decoder,
+        device_encoder=placement.encoder,
+        device_decoder=placement.decoder,
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
+    )
+    return ModelWithGradiend(
+        model.to(placement.base_model), gradiend, tokenizer, source=source, target=target, **options
+    )

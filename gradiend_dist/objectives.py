@@ -1,0 +1,255 @@
+"""Masked and causal losses: from a row with a blank to the token ids a base model reads and is asked for.
+
+A `Cloze` is one row with one word in mind: the input ids, the places whose logits are read, and the ids wanted there.
+A row has two, for its factual and its alternative word. Where both have the same input, one forward pass serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradiend_dist.errors import UserError
+from gradiend_dist.space import backbone_module
+
+# Longest input of the reference, whatever the model allows.
+REFERENCE_MAX_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Cloze:
+    input_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    labels: tuple[int, ...]
+
+    def same_input(self, other: Cloze) -> bool:
+        return self.input_ids == other.input_ids and self.positions == other.positions
+
+
+@dataclass(frozen=True)
+class ClozeRow:
+    """The two questions of one row."""
+
+    factual: Cloze
+    alternative: Cloze
+
+    @property
+    def shares_input(self) -> bool:
+        return self.factual.same_input(self.alternative)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.factual == self.alternative
+
+
+class MaskedObjective:
+    """The word behind the mask token, as masked language models are trained."""
+
+    name = "mlm_mask_token"
+
+    def __init__(self, tokenizer: Any, max_length: int, mask_placeholder: str) -> None:
+        if tokenizer.mask_token is None:
+            raise UserError(
+                "prediction_objective=mlm_mask_token needs a tokenizer with a mask token, this one has none: "
+                "use clm_next_token or another model."
+            )
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.mask_placeholder = mask_placeholder
+
+    def cloze(self, template: str, word: str) -> Cloze:
+        """One mask becomes as many as the word has pieces; piece i is wanted at mask i."""
+        tokenizer = self.tokenizer
+        wanted = tokenizer(word, add_special_tokens=False)["input_ids"]
+        if not wanted:
+            raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
+        text = template.replace(self.mask_placeholder, tokenizer.mask_token)
+        if text.count(tokenizer.mask_token) == 1:
+            text = text.replace(tokenizer.mask_token, " ".join([tokenizer.mask_token] * len(wanted)))
+        ids = self._window(tokenizer(text)["input_ids"])
+        positions = [i for i, token in enumerate(ids) if token == tokenizer.mask_token_id]
+        if not positions:
+            raise UserError(f"The text {template[:60]!r} has no mask after tokenization: check mask_placeholder.")
+        labels = [wanted[min(i, len(wanted) - 1)] for i in range(len(positions))]
+        return Cloze(tuple(ids), tuple(positions), tuple(labels))
+
+    def _window(self, ids: list[int]) -> list[int]:
+        """A row that is too long keeps its special tokens at both ends and the words around the blank."""
+        if len(ids) <= self.max_length:
+            return ids
+        mask = self.tokenizer.mask_token_id
+        masks = [i for i, token in enumerate(ids) if token == mask]
+        special = self.tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)
+        masks_and_words = [0 if token == mask else flag for token, flag in zip(ids, special, strict=True)]
+        head = next((i for i, flag in enumerate(masks_and_words) if not flag), 0)
+        tail = next((i for i, flag in enumerate(reversed(masks_and_words)) if not flag), 0)
+        room = self.max_length - head - tail
+        body_start, body_stop = head, len(ids) - tail
+        if masks and masks[-1] < self.max_length - tail:
+            start = body_start  # plain truncation keeps the blank
+        else:
+            middle = (masks[0] + masks[-1]) // 2 if masks else body_start
+            start = max(body_start, min(middle - room // 2, body_stop - room))
+        return ids[:head] + ids[start : start + room] + ids[len(ids) - tail :]
+
+
+class CausalObjective:
+    """The word that follows a prefix, as causal language models are trained; its first piece where it has several."""
+
+    name = "clm_next_token"
+
+    def __init__(self, tokenizer: Any, max_length: int, mask_placeholder: str, *, label_early: bool) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.mask_placeholder = mask_placeholder
+        self.label_early = label_early
+
+    def cloze(self, template: str, word: str) -> Cloze:
+        prefix = template.split(self.mask_placeholder, 1)[0]
+        return self._early(prefix, word) if self.label_early else self._following(prefix, word)
+
+    def _following(self, prefix: str, word: str) -> Cloze:
+        """Tokenize prefix and word together: the tokenizer decides how a word start looks (`Ġ`, `▁`, none)."""
+        stem = prefix.rstrip()
+        context = self._without_end(self.tokenizer(stem)["input_ids"])
+        whole = self._without_end(self.tokenizer(prefix + word)["input_ids"])
+        split = 0
+        while split < min(len(context), len(whole) - 1) and context[split] == whole[split]:
+            split += 1
+        if split == 0:
+            raise UserError(
+                f"The text {prefix[:40] + self.mask_placeholder!r} has nothing before the blank for a causal model to "
+                "read: remove the row, or use a masked model."
+            )
+        context, wanted = whole[:split], whole[split]
+        start = max(0, split - self.max_length)  # the words next to the blank matter most
+        return Cloze(tuple(context[start:]), (split - start - 1,), (wanted,))
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
+
+    def _early(self, prefix: str, word: str) -> Cloze:
+        """The reference: logits of the second-last prefix token are asked for the word."""
+        ids = self.tokenizer(prefix, truncation=True, max_length=self.max_length)["input_ids"]
+        vocabulary = self.tokenizer.get_vocab()
+        wanted = (
+            vocabulary[word] if word in vocabulary else self.tokenizer(word, add_special_tokens=False)["input_ids"][0]
+        )
+        if len(ids) < 2:
+            raise UserError(
+                f"The text {prefix[:40] + self.mask_placeholder!r} has fewer than two tokens before the blank, for "
+                "which the reference trains on zeros: remove the row, or leave compat out."
+            )
+        return Cloze(tuple(ids), (len(ids) - 2,), (wanted,))
+
+
+Objective = MaskedObjective | CausalObjective
+
+
+def choose_objective(
+    name: str, model: nn.Module, tokenizer: Any, *, max_length: int, mask_placeholder: str, label_early: bool
+) -> Objective:
+    """`auto` follows the model: what it was built for decides, a mask token only where that is unknown."""
+    if name == "auto":
+        name = "clm_next_token" if is_causal(model.config, tokenizer) else "mlm_mask_token"
+    max_length = min(max_length, longest_input(model, tokenizer))
+    if name == "mlm_mask_token":
+        return MaskedObjective(tokenizer, max_length, mask_placeholder)
+    return CausalObjective(tokenizer, max_length, mask_placeholder, label_early=label_early)
+
+
+def is_causal(config: Any, tokenizer: Any) -> bool:
+    architectures = config.architectures or []
+    if any(name.endswith("ForMaskedLM") for name in architectures):
+        return False
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        return True
+    return tokenizer.mask_token is None
+
+
+def longest_input(model: nn.Module, tokenizer: Any) -> int:
+    """Tokens that the model has positions for; RoBERTa's kind loses those up to the padding index."""
+    limit = min(int(tokenizer.model_max_length), 10**9)
+    positions = vars(model.config).get("max_position_embeddings") or vars(model.config).get("n_positions")
+    if not positions:
+        return limit
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            positions = module.num_embeddings - module.padding_idx - 1
+    return min(limit, positions)
+
+
+@dataclass
+class ClozeBatch:
+    """Padded inputs and the places to read; always padded on the right, whatever the tokenizer prefers."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    rows: Tensor
+    positions: Tensor
+
+    @staticmethod
+    def of(clozes: Sequence[Cloze], pad_id: int, device: torch.device) -> ClozeBatch:
+        width = max(len(cloze.input_ids) for cloze in clozes)
+        ids = torch.full((len(clozes), width), pad_id, dtype=torch.int64)
+        attention = torch.zeros((len(clozes), width), dtype=torch.int64)
+        for i, cloze in enumerate(clozes):
+            ids[i, : len(cloze.input_ids)] = torch.tensor(cloze.input_ids)
+            attention[i, : len(cloze.input_ids)] = 1
+        rows = torch.tensor([i for i, cloze in enumerate(clozes) for _ in cloze.positions])
+        positions = torch.tensor([p for cloze in clozes for p in cloze.positions])
+        return ClozeBatch(*(t.to(device, non_blocking=True) for t in (ids, attention, rows, positions)))
+
+
+class LogitsAt:
+    """Logits of a few positions only: the head runs on the hidden states that are read, not on every token.
+
+    Vocabulary times tokens is most of a small model's work and memory. A forward hook hands the head the hidden states
+    of the wanted places as one row; heads act on each place alone, which `check` proves on the first batch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.backbone = backbone_module(model)
+        self._narrow: bool | None = False if self.backbone is model else None
+
+    def __call__(self, batch: ClozeBatch) -> Tensor:
+        """Logits [places, vocabulary] of the wanted places."""
+        if self._narrow is None:
+            self._narrow = self.check(batch)
+        if self._narrow:
+            return self._forward_narrow(batch)
+        return self._forward(batch)[batch.rows, batch.positions]
+
+    def _forward(self, batch: ClozeBatch) -> Tensor:
+        logits: Tensor = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        return logits
+
+    def _forward_narrow(self, batch: ClozeBatch) -> Tensor:
+        def keep_places(_module: nn.Module, _args: Any, output: Any) -> Any:
+            places = output[0][batch.rows, batch.positions].unsqueeze(0)
+            if isinstance(output, tuple):
+                return (places, *output[1:])
+            output.last_hidden_state = places
+            return output
+
+        hook = self.backbone.register_forward_hook(keep_places)
+        try:
+            logits = self._forward(batch)
+        finally:
+            hook.remove()
+        return logits.reshape(len(batch.rows), -1)
+
+    @torch.no_grad()
+    def check(self, batch: ClozeBatch) -> bool:
+        """Does the head give the same logits for the places alone? One extra pass, once per model."""
+        full = self._forward(batch)[batch.rows, batch.positions]
+        try:
+            narrow = self._forward_narrow(batch)
+        except (RuntimeError, IndexError, ValueError, AttributeError):
+            return False  # a head that wants the whole sequence: it gets it
+        return narrow.shape == full.shape and torch.allclose(narrow, full, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,183 @@
+"""The parameter space: which entries of which base weights form the vector that GRADIEND sees, and in which order.
+
+The order is that of `named_parameters()` of the whole base model, restricted to its backbone; every weight is read
+row-major; after pruning only the selected entries count, in ascending order. Weights without a selected entry stay in
+the list: files must name the whole backbone. Positions are 64-bit everywhere.
+
+    base-global index   position in the unpruned space
+    local index         position in the (pruned) space, what an encoder column or decoder row belongs to
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from gradiend_dist.errors import UserError
+
+# Stored as a bit mask from this density on, because indices would take more bytes (the reference's rule and file format).
+MASK_DENSITY = 0.8
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One base weight and its part of the space."""
+
+    name: str
+    shape: tuple[int, ...]
+    base_offset: int
+    """Where the weight starts in the unpruned space."""
+    offset: int
+    """Where its selected entries start in the (pruned) space."""
+    selected: Tensor | None
+    """Flat indices of the selected entries, ascending; None: all of them."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_selected(self) -> int:
+        return self.numel if self.selected is None else self.selected.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.num_selected
+
+    def flat_indices(self) -> Tensor:
+        return torch.arange(self.numel) if self.selected is None else self.selected
+
+    def representation(self) -> str:
+        """How the reference stores this selection: all, indices or mask."""
+        if self.num_selected == self.numel:
+            return "all"
+        bytes_per_index = 4 if self.numel <= INT32_MAX else 8
+        return "indices" if self.num_selected * bytes_per_index < MASK_DENSITY * self.numel else "mask"
+
+
+class ParameterSpace:
+    """An ordered list of weights; immutable, so that it can be shared and hashed."""
+
+    def __init__(self, weights: Sequence[tuple[str, tuple[int, ...], Tensor | None]]) -> None:
+        self.weights: tuple[Weight, ...] = tuple(self._lay_out(weights))
+        last = self.weights[-1] if self.weights else None
+        self.size = last.stop if last else 0
+        self.full_size = last.base_offset + last.numel if last else 0
+        self._fingerprint: str | None = None
+
+    @staticmethod
+    def _lay_out(weights: Sequence[tuple[str, tuple[int, ...], Tensor | None]]) -> Iterator[Weight]:
+        base_offset = offset = 0
+        for name, shape, selected in weights:
+            if selected is not None and selected.numel() == prod(shape):
+                selected = None
+            weight = Weight(name, tuple(shape), base_offset, offset, selected)
+            yield weight
+            base_offset += weight.numel
+            offset += weight.num_selected
+
+    @classmethod
+    def of_model(cls, model: nn.Module, patterns: Sequence[str] | None = None) -> ParameterSpace:
+        """The backbone of `model`, or the part of it that `patterns` name."""
+        names = backbone_parameters(model)
+        if patterns is not None:
+            names = match_parameters(list(names), patterns, names)
+        return cls([(name, tuple(parameter.shape), None) for name, parameter in names.items()])
+
+    @property
+    def is_pruned(self) -> bool:
+        return self.size != self.full_size
+
+    def active(self) -> list[Weight]:
+        """The weights that have a selected entry: only these need gradients."""
+        return [weight for weight in self.weights if weight.num_selected]
+
+    def select(self, keep: Tensor) -> ParameterSpace:
+        """The space of the local indices `keep` (ascending, unique)."""
+        assert keep.dtype == torch.int64, "positions are 64-bit"
+        keep = keep.cpu()
+        bounds = torch.tensor([weight.offset for weight in self.weights] + [self.size])
+        cuts = torch.searchsorted(keep, bounds).tolist()
+        chosen = []
+        for weight, start, stop in zip(self.weights, cuts[:-1], cuts[1:], strict=True):
+            inside = keep[start:stop] - weight.offset
+            selected = inside if weight.selected is None else weight.selected[inside]
+            chosen.append((weight.name, weight.shape, selected))
+        return ParameterSpace(chosen)
+
+    def base_global(self, local: Tensor) -> Tensor:
+        """Positions in the unpruned space of these local ones."""
+        local = local.cpu()
+        offsets = torch.tensor([weight.offset for weight in self.weights])
+        # Weights without a selected entry share their offset with the next one: `right` finds the last of them.
+        owner = torch.searchsorted(offsets, local, right=True) - 1
+        out = torch.empty_like(local)
+        for index in owner.unique().tolist():
+            weight, mine = self.weights[index], owner == index
+            inside = local[mine] - weight.offset
+            out[mine] = weight.base_offset + (inside if weight.selected is None else weight.selected[inside])
+        return out
+
+    def fingerprint(self) -> str:
+        """Content hash: equal exactly for spaces with the same names, shapes and selections."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256()
+            for weight in self.weights:
+                digest.update(f"{weight.name}{weight.shape}{weight.num_selected};".encode())
+                if weight.selected is not None:
+                    digest.update(weight.selected.contiguous().numpy().tobytes())
+            self._fingerprint = digest.hexdigest()[:32]
+        return self._fingerprint
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ParameterSpace) and self.fingerprint() == other.fingerprint()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def backbone_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights below the prediction heads, by their names in the whole model; tied ones once."""
+    backbone = backbone_module(model)
+    wanted = {id(parameter) for parameter in backbone.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in wanted}
+
+
+def backbone_module(model: nn.Module) -> nn.Module:
+    """What Hugging Face calls the base model: the part that every head shares."""
+    prefix = getattr(model, "base_model_prefix", "")
+    backbone = getattr(model, prefix, None) if prefix else None
+    return backbone if isinstance(backbone, nn.Module) else model
+
+
+def match_parameters(
+    names: list[str], patterns: Sequence[str], parameters: dict[str, nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """The parameters that a name or wildcard of `patterns` matches, in model order."""
+    matched: set[str] = set()
+    for pattern in patterns:
+        expression = re.compile(".*".join(re.escape(part) for part in pattern.split("*")))
+        hits = [name for name in names if expression.fullmatch(name)]
+        if not hits:
+            raise UserError(
+                f"params pattern {pattern!r} matches no backbone weight: the first ones are {', '.join(names[:3])}."
+            )
+        matched.update(hits)
+    return {name: parameters[name] for name in names if name in matched}
+
+
+def select_entries(gradient: Tensor, weight: Weight, indices: Tensor | None) -> Tensor:
+    """The selected entries of one weight's gradient; `indices` is `weight.selected` on the gradient's device."""
+    flat = gradient.reshape(-1)
+    assert flat.numel() == weight.numel, f"{weight.name} has {flat.numel()} entries, the space expects {weight.numel}"
+    return flat if indices is None else flat[indices]
