@@ -37,8 +37,8 @@ __all__ = ["FeatureData", "TextPredictionConfig", "load_feature_data", "read_neu
 
 logger = logging.getLogger(__name__)
 
-GIVEN_COLUMNS = ["masked", "split", "factual_class", "alternative_class", "factual", "alternative", "transition"]
-TABLE_COLUMNS = [*GIVEN_COLUMNS, "feature_class_id", "label"]
+TEXT_COLUMNS = ["masked", "split", "factual_class", "alternative_class", "factual", "alternative"]
+TABLE_COLUMNS = [*TEXT_COLUMNS, "transition", "feature_class_id", "label"]
 
 
 @dataclass(eq=False)
@@ -214,7 +214,9 @@ def _reopened(request: Request, table: pd.DataFrame, sources: pd.DataFrame) -> p
     key = request.split_rule.group_key
     own = set(zip(sources["split"], sources["factual_class"], sources["factual"].map(key), strict=True))
     cells = zip(table["split"], table["alternative_class"], table["alternative"], strict=True)
-    kept = [token if token is not None and (split, name, key(token)) in own else None for split, name, token in cells]
+    kept = [
+        token if isinstance(token, str) and (split, name, key(token)) in own else None for split, name, token in cells
+    ]
     return table.assign(alternative=pd.Series(kept, index=table.index, dtype=object))
 
 
@@ -346,12 +348,13 @@ def _finished(request: Request, classes: Classes, table: pd.DataFrame) -> pd.Dat
     absent = [name for name in (_transition(first, second), _transition(second, first)) if name not in arrows]
     if len(absent) == 2 or (absent and not request.reference):
         raise UserError(f"The data has no row for {absent[0]}: both directions are needed, check target_classes.")
-    sign = {first: 1.0, second: -1.0}
-    labels = [sign.get(name, 0.0) for name in table["factual_class"]]
-    table = table.assign(transition=arrows, label=labels).reset_index(drop=True)
     counts = Counter(table["split"])
     logger.info("%d rows: %s.", len(table), ", ".join(f"{counts[name]} {name}" for name in order_splits(counts)))
-    return _numbered(table, classes.pair)
+    sign = {first: 1.0, second: -1.0}
+    labels = [sign.get(name, 0.0) for name in table["factual_class"]]
+    # Built anew from lists, so that the types of columns do not tell which way the rows have come.
+    texts = {name: table[name].tolist() for name in TEXT_COLUMNS}
+    return _numbered(pd.DataFrame({**texts, "transition": arrows, "label": labels}), classes.pair)
 
 
 def _numbered(table: pd.DataFrame, pair: tuple[str, str]) -> pd.DataFrame:

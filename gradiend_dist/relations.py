@@ -77,6 +77,7 @@ class Request:
             group_key=group_key(config.split_group_key),
             ratios=config.ratios,
             seed=self.seed,
+            reference=self.reference,
         )
 
     @property

@@ -33,6 +33,7 @@ class SplitRule:
     """What of a value counts: by default without surrounding blanks and case."""
     ratios: Ratios
     seed: int
+    reference: bool
 
 
 def stream(seed: int, *names: int | str) -> np.random.Generator:
@@ -65,12 +66,14 @@ def group_key(key: GroupKey) -> Callable[[str], str]:
     return apply
 
 
-def bucket_counts(n: int, ratios: Ratios) -> list[int]:
+def bucket_counts(n: int, rule: SplitRule) -> list[int]:
     """How many of n go to train, validation and test: none of the asked-for buckets is empty if n allows it."""
-    counts = _rounded_counts(n, ratios)
-    if n < _num_buckets(ratios):
+    counts = _rounded_counts(n, rule.ratios)
+    if rule.ratios[2] == 0 and not rule.reference:  # rounding leaves some for a test split that nobody asked for
+        counts = [counts[0] + counts[2], counts[1], 0]
+    if n < _num_buckets(rule.ratios):
         return counts
-    for bucket, ratio in enumerate(ratios):
+    for bucket, ratio in enumerate(rule.ratios):
         largest = counts.index(max(counts))
         if ratio > 0 and counts[bucket] == 0 and counts[largest] > 1:
             counts[largest] -= 1
@@ -93,17 +96,12 @@ def _names(counts: Sequence[int]) -> list[str]:
     return [name for name, count in zip(SPLITS, counts, strict=True) for _ in range(count)]
 
 
-def _without_empty_test(counts: list[int], ratios: Ratios) -> list[int]:
-    """Rounding leaves a row or two for a test split that nobody asked for: they are for training."""
-    return counts if ratios[2] > 0 else [counts[0] + counts[2], counts[1], 0]
-
-
 def split_rows(classes: pd.Series, rule: SplitRule) -> pd.Series:
     """A random split of the rows of each class; the order of rows is kept."""
     parts = []
     for _, rows in classes.groupby(classes, sort=False):
-        counts = _without_empty_test(bucket_counts(len(rows), rule.ratios), rule.ratios)
-        parts.append(pd.Series(_names(counts), index=rows.sample(frac=1, random_state=rule.seed).index))
+        shuffled = rows.sample(frac=1, random_state=rule.seed)
+        parts.append(pd.Series(_names(bucket_counts(len(rows), rule)), index=shuffled.index))
     return pd.concat(parts).reindex(classes.index)
 
 
@@ -128,7 +126,7 @@ def split_pairs(pairs: pd.Series, rule: SplitRule) -> pd.Series:
 
 def _by_word(words: pd.Series, rule: SplitRule) -> pd.Series:
     distinct = words.drop_duplicates().sample(frac=1, random_state=rule.seed)
-    split_of = dict(zip(distinct, _names(bucket_counts(len(distinct), rule.ratios)), strict=True))
+    split_of = dict(zip(distinct, _names(bucket_counts(len(distinct), rule)), strict=True))
     return words.map(split_of)
 
 

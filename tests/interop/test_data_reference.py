@@ -196,11 +196,12 @@ def test_rows__of_a_split_equal_what_the_reference_trains_on(case, identity):
         assert_same(got[columns], want[columns])
 
 
+@pytest.mark.parametrize("identity", [False, True])
 @pytest.mark.parametrize("case", ["per class", "table with alternatives", "table with a column per class"])
-def test_rows__of_all_classes_equal_the_reference(case):
+def test_rows__of_all_classes_equal_the_reference(case, identity):
     case = {**CASES[case], "all_classes": ["sg", "nt", "pl"]}
-    want = trainer(case, 3).create_training_data(tokenizer(), split="train", include_other_classes=True).data
-    got = ours(case, 3).rows("train", include_other_classes=True)
+    want = trainer(case, 3, identity).create_training_data(tokenizer(), split="train", include_other_classes=True).data
+    got = ours(case, 3, identity).rows("train", include_other_classes=True)
     assert len(set(got["transition"])) > 2
     columns = ["masked", "factual", "alternative", "label", "feature_class_id"]
     assert_same(got[columns], want[columns])

@@ -1,0 +1,50 @@
+"""The console command: gradiend-dist SUBCOMMAND ..."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+USAGE = """usage: gradiend-dist SUBCOMMAND ...
+
+  train   train GRADIEND models for a feature (see gradiend-dist train --help)
+  demo    write the embedded example: a small language model, its data and a configuration
+
+  --version, --help
+"""
+
+
+def _train(argv: Sequence[str]) -> int:
+    from gradiend_dist.train import main
+
+    return main(argv)
+
+
+def _demo(argv: Sequence[str]) -> int:
+    from gradiend_dist.demo import main
+
+    return main(argv)
+
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "demo": _demo}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from gradiend_dist import __version__
+
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"gradiend-dist {__version__}")
+        return 0
+    if argv[0] not in SUBCOMMANDS:
+        known = ", ".join(SUBCOMMANDS)
+        print(f"gradiend-dist: error: {argv[0]!r} is no subcommand: use one of {known}.", file=sys.stderr)
+        return 2
+    return SUBCOMMANDS[argv[0]](argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

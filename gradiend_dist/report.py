@@ -1,0 +1,102 @@
+"""What the command prints: the plan of a run, and at its end the table of seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradiend_dist.devices import place
+from gradiend_dist.files import read_json
+from gradiend_dist.loop import Plan
+from gradiend_dist.schedule import cap_per_group, make_schedule
+from gradiend_dist.seeds import REPORT
+
+if TYPE_CHECKING:
+    from gradiend_dist.plan import Forecast
+    from gradiend_dist.trainer import TextPredictionTrainer
+
+
+def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
+    """What `--dry_run` shows."""
+    import torch
+
+    from gradiend_dist.workbench import free_bytes
+
+    args, data = trainer.args, trainer.data
+    rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
+    schedule = make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=args.behaviour.reference_data)
+    steps = Plan.of(args, schedule)
+    placement = place(
+        torch.cuda.device_count(),
+        device=args.device,
+        device_encoder=args.device_encoder,
+        device_decoder=args.device_decoder,
+        device_base_model=args.device_base_model,
+        encoder_decoder_same_device=args.encoder_decoder_same_device,
+    )
+    from gradiend_dist.plan import gib
+
+    lines = [
+        ("model", trainer.base_model_name),
+        ("target classes", f"{data.target_classes[0]} (+1), {data.target_classes[1]} (-1)"),
+        *((f"rows of {split}", counts(data.rows(split)["transition"])) for split in data.splits()),
+        ("gradient items per epoch", f"{len(schedule)} of up to {args.train_batch_size} rows"),
+        ("optimizer steps per seed", f"{steps.total_steps} in {steps.num_epochs} epochs"),
+        ("seeds", f"up to {args.max_seeds}, from {args.first_seed}"),
+        *needs.lines(),
+        ("memory needed / free", f"{gib(needs.memory)} / {gib(free_bytes(placement.encoder))}"),
+        ("placement", str(placement)),
+        ("results", str(trainer.experiment_dir or trainer.model_path)),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(["The plan (nothing was trained):", *(f"  {name:<{width}}  {value}" for name, value in lines)])
+
+
+def counts(transitions: Any) -> str:
+    found = transitions.value_counts(sort=False)
+    return ", ".join(f"{name}: {count}" for name, count in found.items())
+
+
+def results(trainer: TextPredictionTrainer, plot: Path | None) -> str:
+    """The table of seeds, the selected one marked, and where everything is."""
+    record = trainer.get_training_stats()
+    names = record["training_stats"].get("label_value_to_class_name", {})
+    report = trainer.seed_runs_dir / REPORT
+    runs = read_json(report)["runs"] if trainer.args.max_seeds > 1 and report.exists() else None
+    selected = record["seed"]
+    rows = [_row(entry, read_json(Path(entry["output_dir"]) / "training.json"), selected) for entry in runs or ()]
+    if runs is None:
+        rows = [_row(None, record, selected)]
+    classes = " / ".join(str(names.get(label, label)) for label in sorted(names, key=float, reverse=True))
+    header = ("seed", "converged", "best step", "correlation", f"mean encoding {classes}", "last loss", "")
+    out = [table(header, rows), ""]
+    out.append(f"  model        {trainer.model_path}")
+    if runs is not None:
+        out.append(f"  seed report  {report}")
+    if plot is not None:
+        out.append(f"  plot         {plot}")
+    return "\n".join(out)
+
+
+def _row(entry: dict[str, Any] | None, record: dict[str, Any], selected: int) -> tuple[str, ...]:
+    best = record["best_score_checkpoint"]
+    means = record["training_stats"].get("mean_by_class", {}).get(str(best["global_step"]), {})
+    ordered = sorted(means.items(), key=lambda pair: float(pair[0]), reverse=True)
+    converged = entry["converged"] if entry is not None else record["convergence_info"]["converged"]
+    correlation = best["correlation"]
+    return (
+        str(record["seed"]),
+        "yes" if converged else "no",
+        "-" if best["global_step"] is None else str(best["global_step"]),
+        "-" if correlation is None else f"{correlation:.4f}",
+        " / ".join(f"{mean:+.3f}" for _, mean in ordered) or "-",
+        f"{record['losses'][-1]:.3e}" if record["losses"] else "-",
+        "<- selected" if record["seed"] == selected else "",
+    )
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)

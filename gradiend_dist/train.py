@@ -1,0 +1,207 @@
+"""The training command: accelerate launch -m gradiend_dist.train --config run.yaml [--FLAG VALUE ...]"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gradiend_dist import arguments
+from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, help_field
+from gradiend_dist.command_line import CommandParser
+from gradiend_dist.data import TextPredictionConfig
+from gradiend_dist.errors import UserError
+from gradiend_dist.files import jsonable, write_text
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "run_config.yaml"
+
+
+@dataclass(kw_only=True)
+class FeatureOptions:
+    """What to learn, and from which rows."""
+
+    model: str | None = help_field(None, "Path or hub id of the base model (required).")
+    data: str | None = help_field(None, "CSV, Parquet or JSONL file, directory, or hub id with a subset per class.")
+    hf_dataset: str | None = help_field(None, "Hub id of a dataset that is one table.")
+    hf_subset: list[str] | None = help_field(None, "Subsets of hf_dataset.")
+    hf_splits: list[str] | None = help_field(None, "Splits of the hub dataset.")
+    dataset_trust_remote_code: bool | None = help_field(None, "Passed on to datasets.load_dataset.")
+    run_id: str | None = help_field(None, "Results go to experiment_dir/run_id.")
+    target_classes: list[str] | None = help_field(None, "The two classes; the first is encoded towards +1.")
+    all_classes: list[str] | None = help_field(None, "All classes that matter. None: all in the data.")
+    masked_col: str = help_field("masked", "Column of the sentence with the blank.")
+    label_col: str = help_field("label", "Column of the word at the blank.")
+    label_class_col: str = help_field("label_class", "Column of that word's class.")
+    alternative_col: str = help_field("alternative", "Column of the alternative word.")
+    alternative_class_col: str = help_field("alternative_class", "Column of the alternative word's class.")
+    use_class_names_as_columns: bool = help_field(True, "Take columns named like classes as their words.")
+    split_col: str | None = help_field("split", "Column of the split; null: split rows at random; heldout: by word.")
+    split_group_col: str | None = help_field(None, "With heldout: the column that is not shared between splits.")
+    split_train_ratio: float = help_field(0.8, "Share of the train split.")
+    split_val_ratio: float = help_field(0.1, "Share of the validation split.")
+    split_test_ratio: float = help_field(0.1, "Share of the test split.")
+    max_counterfactuals_per_sentence: int = help_field(1, "Alternatives drawn for each sentence.")
+    random_state: int | None = help_field(None, "Seed of drawn alternatives. None: seed.")
+    eval_neutral_data: str | None = help_field(None, "File of sentences without the feature.")
+    eval_neutral_additional_excluded_words: list[str] | None = help_field(None, "Words never hidden in them.")
+    eval_neutral_max_rows: int | None = help_field(None, "At most this many neutral sentences.")
+    img_format: str = help_field("png", "Format of plots.")
+    img_dpi: int | None = help_field(None, "Resolution of plots.")
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """Pruning and fidelity."""
+
+    pre_prune_config: dict[str, Any] | None = help_field(
+        None, "Prune before training, as YAML: '{n_samples: 16, topk: 0.01, source: diff}'."
+    )
+    post_prune_config: dict[str, Any] | None = help_field(
+        None, "Prune after training, as YAML: '{topk: 0.05, part: decoder-weight}'."
+    )
+    compat: str | None = help_field(None, "gradiend-0.2: reproduce the reference package, defects included.")
+    metadata: dict[str, Any] = help_field(dict, "Free facts to keep in training.json, as YAML.")
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        {
+            "feature and data": FeatureOptions,
+            "which rows are trained on": arguments.FeatureArguments,
+            "base model, GRADIEND model and devices": arguments.ModelArguments,
+            "training loop": arguments.LoopArguments,
+            "evaluation": arguments.EvaluationArguments,
+            "seeds": arguments.SeedArguments,
+            "pruning and fidelity": RunOptions,
+            "output": arguments.OutputArguments,
+        },
+        prog="gradiend-dist train",
+        description="Train GRADIEND models for one feature of a language model and promote the best seed.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with the flags' names as keys; flags win")
+    parser.add_argument("--dry_run", action="store_true", default=False, help="check everything, print the plan, stop")
+    return parser
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line."""
+
+    model: str
+    config: TextPredictionConfig
+    args: TrainingArguments
+    dry_run: bool
+
+
+def parse(argv: Sequence[str]) -> Command:
+    values = vars(make_parser().parse(argv))
+    model = values.pop("model")
+    if not model:
+        raise UserError("model is missing: pass --model PATH_OR_HUB_ID, or write model: ... in the configuration.")
+    if values["data"] is None and values["hf_dataset"] is None:
+        raise UserError("data is missing: pass --data FILE_OR_DIRECTORY or --hf_dataset ID.")
+    for name, kind in (("pre_prune_config", PrePruneConfig), ("post_prune_config", PostPruneConfig)):
+        if values[name] is not None:
+            if not isinstance(values[name], dict):
+                raise UserError(f"{name}={values[name]!r} is no mapping: write e.g. '{{topk: 0.01}}'.")
+            values[name] = arguments.from_mapping(kind, values[name], name)
+    feature_names = {item.name for item in dataclasses.fields(FeatureOptions)}
+    training_names = {item.name for item in dataclasses.fields(TrainingArguments)}
+    config = TextPredictionConfig(**{name: value for name, value in values.items() if name in feature_names})
+    args = TrainingArguments(**{name: value for name, value in values.items() if name in training_names})
+    return Command(model, config, args, bool(values["dry_run"]))
+
+
+def run(command: Command) -> int:
+    from gradiend_dist import report
+    from gradiend_dist.plan import check_output, forecast, space_of
+    from gradiend_dist.trainer import TextPredictionTrainer, check_before_training
+
+    trainer = TextPredictionTrainer(command.model, config=command.config, args=command.args)
+    check_before_training(trainer.args, trainer.data)
+    space, num_weights = space_of(trainer.base_model_name, trainer.args)
+    needs = forecast(trainer.args, space, num_weights)
+    check_output(trainer.experiment_dir or trainer.model_path, needs.disk)
+    if command.dry_run:
+        print(report.plan(trainer, needs))
+        return 0
+    if trainer.experiment_dir is not None:
+        write_text(trainer.experiment_dir / CONFIG_FILE, resolved(command))
+    trainer.train()
+    plot = _plot(trainer)
+    print(report.results(trainer, plot))
+    return 0
+
+
+def _plot(trainer: Any) -> Path | None:
+    """The convergence plot, where matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
+        return None
+    path: Path = trainer.plot_training_convergence()
+    return path
+
+
+def resolved(command: Command) -> str:
+    """The whole configuration, ready to be run again as it is."""
+    from gradiend_dist import __version__
+
+    values = {"model": command.model}
+    for name in (item.name for item in dataclasses.fields(FeatureOptions) if item.name != "model"):
+        values[name] = getattr(command.config, name)
+    values.update(command.args.to_dict())
+    header = f"# gradiend_dist {__version__}, git {git_hash()}\n# again: gradiend-dist train --config {CONFIG_FILE}\n"
+    return header + yaml.safe_dump(jsonable(values), sort_keys=False, allow_unicode=True)
+
+
+def git_hash() -> str:
+    """The commit of the source tree, if this is one."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, build, run; a wrong input is one line and exit code 2."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} processes were started and this version trains in one: launch "
+                "with --num_processes 1, e.g. accelerate_configs/single.yaml."
+            )
+        return run(parse(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        if is_first:
+            print(f"gradiend-dist train: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gradiend-dist train: interrupted; finished seeds are reused with --use_cache true", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
