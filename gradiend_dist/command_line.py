@@ -26,13 +26,13 @@ PYTHON_ONLY = ("evaluate_fn",)
 class CommandParser(HfArgumentParser):
     """HfArgumentParser that takes `null` for optional values, YAML for structured ones, and speaks in one line."""
 
-    def __init__(self, groups: dict[str, type], **options: Any) -> None:
+    def __init__(self, groups: dict[str, Any], **options: Any) -> None:
         for title, kind in groups.items():
-            kind._argument_group_name = title  # type: ignore[attr-defined]
+            kind._argument_group_name = title
         super().__init__(list(groups.values()), formatter_class=OneLinePerFlag, allow_abbrev=False, **options)
 
     @staticmethod
-    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:  # type: ignore[override]
+    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         if field.name in PYTHON_ONLY:
             return
         convert = converter(field.type)

@@ -20,8 +20,8 @@ import pandas as pd
 
 from gradiend_dist.data_config import TextPredictionConfig
 from gradiend_dist.errors import UserError
+from gradiend_dist.readers import read_neutral
 from gradiend_dist.relations import Classes, Input, Request, edge_frame, read_input, relations, resolve_classes
-from gradiend_dist.sources import read_neutral
 from gradiend_dist.splits import (
     normalise_split,
     one_to_one_pairs,
@@ -162,7 +162,9 @@ def _corrected_table(request: Request, classes: Classes, sources: pd.DataFrame, 
     """Split the sources, then draw open alternatives from the row's own split."""
     table = _joined(edges, sources)
     linked = table["factual_class"].isin(classes.linked) & table["alternative_class"].isin(classes.linked)
-    edges = pd.concat([edges[linked], _identity_edges(request, classes, sources)], ignore_index=True)
+    edges = edges[linked]
+    if request.identity:
+        edges = pd.concat([edges, _identity_edges(classes, sources)], ignore_index=True)
     if not request.makes_splits:
         return _drawn(request, _joined(edges, sources), sources)
     if not request.split_rule.heldout:
@@ -175,11 +177,11 @@ def _joined(edges: pd.DataFrame, sources: pd.DataFrame) -> pd.DataFrame:
     return edges.join(sources, on="source")
 
 
-def _identity_edges(request: Request, classes: Classes, sources: pd.DataFrame) -> pd.DataFrame:
+def _identity_edges(classes: Classes, sources: pd.DataFrame) -> pd.DataFrame:
     """For each sentence of a class outside the pair: the token stays as it is."""
-    if request.identity and not classes.neutral:
+    if not classes.neutral:
         logger.warning("add_identity_for_other_classes has no effect: the data has no class besides target_classes.")
-    neutral = sources[sources["factual_class"].isin(classes.neutral)] if request.identity else sources[:0]
+    neutral = sources[sources["factual_class"].isin(classes.neutral)]
     # A sentence with several written alternatives comes as several rows; its identity counts once.
     neutral = neutral.drop_duplicates(["masked", "factual", "factual_class", "split"])
     return edge_frame(neutral.index, neutral["factual_class"].tolist(), neutral["factual"].tolist())

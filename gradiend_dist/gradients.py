@@ -14,7 +14,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -272,9 +272,10 @@ class ItemRows:
         self.rows = rows
         self.objective = objective
         self._columns = {name: rows[name].tolist() for name in ("masked", "factual", "alternative", "transition")}
+        self.labels: list[float] = rows["label"].tolist()
         self._clozes: dict[int, ClozeRow] = {}
 
-    def item(self, positions: Sequence[int], *, per_row_mean: bool = False) -> Item:
+    def item(self, positions: Iterable[int], *, per_row_mean: bool = False) -> Item:
         numbers = [int(position) for position in positions]
         direction = self._columns["transition"][numbers[0]]
         name = f"{direction}, rows {', '.join(map(str, numbers))}"
@@ -311,7 +312,7 @@ class GradientSource:
             return {kind: vector.to(self.base.device) for kind, vector in found.items() if vector is not None}
         self.store.misses += 1
         size = 4 * self.base.space.size * len(missing)
-        keep = keep and (self.store.has_room(size) or self.store.directory is not None)
+        keep = (keep and self.store.has_room(size)) or self.store.directory is not None
         out = {kind: self.base.empty() for kind in missing} if keep else self._reusable(missing)
         computed = self.base.compute(item, missing, out=out)
         if keep:

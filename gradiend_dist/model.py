@@ -1,4 +1,4 @@
-"""The GRADIEND model: encoder n -> m and decoder m -> n over gradients, alone, over named weights, and with a base model.
+"""The GRADIEND model: encoder n -> m and decoder m -> n over gradients; alone, over named weights, with a base model.
 
     h  = act_e(We.x + be)      We [m, n], be [m]
     y' = act_d(Wd.h + bd)      Wd [n, m], bd [n]
@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +40,11 @@ _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
 
 
 class Projection(nn.Module):
-    """A linear map whose weights are left unset; the extra level gives the file its names (`encoder.0.linear.weight`)."""
+    """A linear map, its weights unset; this level gives the tensors their names in the file (`encoder.0.linear.weight`)."""
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, device: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=bias, device=device, dtype=dtype)
+        self.linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.linear.weight, self.linear.bias)
@@ -93,7 +93,7 @@ class GradiendModel(nn.Module):
         Torch's default for the encoder; the decoder first takes torch's default draws, which are thrown away, and then
         uniform ones in (-x, x), x the largest encoder weight. Draws are made on the CPU: a device never changes them.
         """
-        encoder, decoder = self.encoder[0].linear, self.decoder[0].linear
+        encoder, decoder = self.encoder_linear, self.decoder_linear
         encoder_weight = torch.empty(encoder.weight.shape)
         nn.init.kaiming_uniform_(encoder_weight, a=math.sqrt(5), generator=generator)
         bound = 1 / math.sqrt(self.input_dim)
@@ -111,21 +111,28 @@ class GradiendModel(nn.Module):
             decoder.bias.copy_(decoder_bias)
 
     @property
+    def encoder_linear(self) -> nn.Linear:
+        return cast(Projection, self.encoder[0]).linear
+
+    @property
+    def decoder_linear(self) -> nn.Linear:
+        return cast(Projection, self.decoder[0]).linear
+
+    @property
     def encoder_weight(self) -> Tensor:
-        return self.encoder[0].linear.weight.data
+        return self.encoder_linear.weight.data
 
     @property
     def encoder_bias(self) -> Tensor:
-        return self.encoder[0].linear.bias.data
+        return self.encoder_linear.bias.data
 
     @property
     def decoder_weight(self) -> Tensor:
-        return self.decoder[0].linear.weight.data
+        return self.decoder_linear.weight.data
 
     @property
     def decoder_bias_vector(self) -> Tensor | None:
-        bias = self.decoder[0].linear.bias
-        return None if bias is None else bias.data
+        return self.decoder_linear.bias.data if self.bias_decoder else None
 
     @property
     def device_encoder(self) -> torch.device:
@@ -187,11 +194,11 @@ class GradiendModel(nn.Module):
     @torch.no_grad()
     def _keep_entries(self, keep: Tensor) -> None:
         """Shrink encoder columns, decoder rows and decoder bias to these entries."""
-        encoder, decoder = self.encoder[0].linear, self.decoder[0].linear
+        encoder, decoder = self.encoder_linear, self.decoder_linear
         encoder.weight = nn.Parameter(encoder.weight.data[:, keep.to(encoder.weight.device)].clone())
         at_decoder = keep.to(decoder.weight.device)
         decoder.weight = nn.Parameter(decoder.weight.data[at_decoder].clone())
-        if decoder.bias is not None:
+        if self.bias_decoder:
             decoder.bias = nn.Parameter(decoder.bias.data[at_decoder].clone())
         self.input_dim = encoder.in_features = decoder.out_features = keep.numel()
 
@@ -275,7 +282,7 @@ class ParamMappedGradiendModel(GradiendModel):
             [gradients[w.name].reshape(-1)[w.flat_indices().to(gradients[w.name].device)] for w in self.space.active()]
         )
 
-    def forward_encoder(self, x: Tensor | dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+    def forward_encoder(self, x: Tensor | dict[str, Tensor]) -> Tensor:
         return super().forward_encoder(self.flatten_gradient_dict(x) if isinstance(x, dict) else x)
 
     def prune(

@@ -19,7 +19,7 @@ import pandas as pd
 
 from gradiend_dist.data_config import SPLIT_COLUMN, TextPredictionConfig
 from gradiend_dist.errors import UserError
-from gradiend_dist.sources import Frames, as_local_path, hub_frames, hub_table, incomplete_classes, read_path
+from gradiend_dist.readers import Frames, as_local_path, hub_frames, hub_table, incomplete_classes, read_path
 from gradiend_dist.splits import HELDOUT, SplitRule, group_key, normalise_split
 
 logger = logging.getLogger(__name__)

@@ -213,7 +213,7 @@ def topk_stability(results: list[SeedResult], args: TrainingArguments) -> dict[s
 
 
 def _overlap(top: dict[int, frozenset[int]], paths: dict[int, str], args: TrainingArguments) -> dict[str, Any]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for a, b in itertools.combinations(sorted(top, key=lambda seed: f"seed_{seed}"), 2):
         common = len(top[a] & top[b])
         rows.append(
@@ -231,9 +231,9 @@ def _overlap(top: dict[int, frozenset[int]], paths: dict[int, str], args: Traini
                 "output_dir_b": paths[b],
             }
         )
-    rows.sort(key=lambda row: -float(row["overlap_fraction"]))
-    overlaps = [float(row["overlap_fraction"]) for row in rows]
-    jaccards = [float(row["jaccard"]) for row in rows]
+    rows.sort(key=lambda row: -row["overlap_fraction"])
+    overlaps = [row["overlap_fraction"] for row in rows]
+    jaccards = [row["jaccard"] for row in rows]
     union = frozenset().union(*top.values())
     counts = [sum(index in indices for indices in top.values()) for index in sorted(union)]
     names = sorted(f"seed_{seed}" for seed in top)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradiend_dist.errors import UserError
 
-# Stored as a bit mask from this density on, because indices would take more bytes (the reference's rule and file format).
+# Selections are stored as masks where indices would take more than this many bytes per entry (the reference's rule).
 MASK_DENSITY = 0.8
 INT32_MAX = 2**31 - 1
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gradiend_dist import sources
+from gradiend_dist import readers
 from gradiend_dist.data import (
     FeatureData,
     TextPredictionConfig,
@@ -37,10 +37,10 @@ def frame(name: str, words: list[str], n: int = 20, splits: list[str] | None = S
 
 
 def frames() -> dict[str, pd.DataFrame]:
-    """Classes in alphabetical order, as a directory has them; cells that pandas likes to read as something else."""
+    """Classes in alphabetical order, as a directory has them."""
     return {
-        "a": frame("a", ["null", "01", "ax"]),
-        "b": frame("b", ["NA", "1e3", "bx", "by"], 25),
+        "a": frame("a", ["ax", "ay", "az"]),
+        "b": frame("b", ["bw", "bx", "by", "bz"], 25),
         "c": frame("c", ["cx"], 15),
     }
 
@@ -282,6 +282,17 @@ def test_identity__rows_get_a_split_of_their_own():
     data = load(frames(), target_classes=["a", "b"], identity=True, split_col=None)
     neutral = data.table[data.table["transition"] == "c→c"]
     assert len(neutral) == 15 and Counter(neutral["split"]) == {"train": 12, "validation": 2, "test": 1}
+
+
+def test_rows__have_the_same_ids_in_every_split():
+    """Fails if ids are counted anew for the rows of a split: class d alone in a split would get the id of class c."""
+    given = {**frames(), "d": frame("d", ["dx"], 5)}
+    given["c"] = given["c"][given["c"]["split"] != "test"]
+    data = load(given, target_classes=["a", "b"], identity=True)
+    ids = {split: dict(zip(rows["transition"], rows["feature_class_id"], strict=True))
+           for split in data.splits() for rows in [data.rows(split)]}  # fmt: skip
+    assert ids["train"] == {"a→b": 0, "b→a": 1, "c→c": 2, "d→d": 3}
+    assert ids["test"] == {"a→b": 0, "b→a": 1, "d→d": 3}
 
 
 def test_rows__of_other_classes_are_all_transitions():
@@ -547,7 +558,7 @@ def no_hub(monkeypatch):
     def fail(*_arguments: object) -> None:
         raise AssertionError("the hub was asked")
 
-    monkeypatch.setattr(sources, "_import_datasets", fail)
+    monkeypatch.setattr(readers, "_import_datasets", fail)
 
 
 @pytest.mark.parametrize("name", ["nowhere.csv", "nowhere/x.jsonl", "./nowhere", "a/b/c", "/nowhere", "here/nowhere"])
@@ -592,6 +603,25 @@ def test_data__incomplete_class_is_explained(tmp_path):
             load(data, target_classes=["a", "c"])
 
 
+def test_data__class_files_are_all_files_but_lists_of_incomplete_classes(tmp_path):
+    for name in ("a", "b", "x_incomplete_classes"):
+        write(frame(name, ["x"]), tmp_path / f"{name}.csv")
+    (tmp_path / "notes.md").write_text("no data")
+    assert load(tmp_path).all_classes == ("a", "b")
+
+
+def test_csv__cells_are_what_is_written(tmp_path):
+    """Fails if "null" becomes a missing token, or class 01 becomes class 1."""
+    path = tmp_path / "x.csv"
+    path.write_text("masked,label,label_class\n[MASK],null,01\n[MASK],NA,1\n[MASK],1.50,01\n[MASK],nan,1\n")
+    data = load(path)
+    assert data.target_classes == ("01", "1")
+    assert data.table["factual"].tolist() == ["null", "1.50", "NA", "nan"]
+    path.write_text(path.read_text().replace("NA", ""))
+    with pytest.raises(UserError, match="'label' is empty in row 1 of class '1'"):
+        load(path)
+
+
 # --- the hub, through a seam and with the real package
 
 
@@ -606,8 +636,8 @@ def hub(monkeypatch):
         rows = table[table["label_class"] == name].assign(split=lambda own: own["split"].replace("val", "validation"))
         return {split: part.drop(columns="split") for split, part in rows.groupby("split")}
 
-    monkeypatch.setattr(sources, "hub_splits", splits)
-    monkeypatch.setattr(sources, "hub_configurations", lambda _dataset: list(frames()))
+    monkeypatch.setattr(readers, "hub_splits", splits)
+    monkeypatch.setattr(readers, "hub_configurations", lambda _dataset: list(frames()))
     return loaded
 
 
