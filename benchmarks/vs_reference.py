@@ -3,9 +3,9 @@
     python benchmarks/vs_reference.py [--workload NAME ...] [--threads 2] [--repeat 1] [--quick]
 
 Each package runs in a process of its own, one after the other, with the same number of threads on the same base model
-and rows; ours with compat="gradiend-0.2", so that every loss and score must be the reference's. "end to end" is the time
-from building the trainer to the end of train(); imports and the process's start are in "whole process" only. Peak memory
-is that of the whole process. Base models are random BERTs, made in a temporary directory: nothing is downloaded.
+and rows; ours with compat="gradiend-0.2", so that every loss and score must be the reference's. "end to end" is from
+building the trainer to the end of train(); the process's start and imports are in "whole process" only. Peak memory is
+that of the whole process. Base models are random BERTs, made in a temporary directory: nothing is downloaded.
 
 Time is that of the machine: run it on an otherwise idle one. All workloads take about ten minutes, nearly all of them
 the reference's. The exit status is 1 if the results differ; a ratio below its expectation is only marked.
@@ -50,23 +50,23 @@ class Workload:
     epochs: int
     expected: float
     """End-to-end time of the reference divided by ours, at least."""
-    eval_rows: int = 64
+    eval_rows: int = 40
 
     @property
     def train_rows(self) -> int:
         return self.steps // self.epochs * BATCH_SIZE
 
     def reduced(self) -> Workload:
-        return dataclasses.replace(self, steps=8, epochs=2, eval_rows=8)
+        return dataclasses.replace(self, steps=10, epochs=2, eval_rows=8)
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("standard-4M", 128, 2, (10, 20), pruned=True, steps=100, epochs=2, expected=40),
+        Workload("standard-4M", 128, 2, (10, 20), pruned=True, steps=50, epochs=2, expected=40),
         Workload("unpruned-4M", 128, 2, (10, 20), pruned=False, steps=40, epochs=2, expected=15),
         Workload("unpruned-30M", 512, 4, (10, 20), pruned=False, steps=20, epochs=2, expected=8),
-        Workload("standard-256", 128, 2, (254, 254), pruned=True, steps=40, epochs=2, expected=4, eval_rows=32),
+        Workload("standard-256", 128, 2, (254, 254), pruned=True, steps=20, epochs=2, expected=4, eval_rows=20),
     )
 }
 
@@ -159,7 +159,7 @@ def run(package: str, workload: Workload, directory: Path, threads: int) -> None
         train_batch_size=BATCH_SIZE,
         num_train_epochs=workload.epochs,
         learning_rate=1e-3,
-        eval_steps=workload.steps // 5 or 1,
+        eval_steps=workload.steps // 5,
         do_eval=workload.pruned,
         max_seeds=3 if workload.pruned else 1,
         min_convergent_seeds=None,
@@ -276,8 +276,8 @@ def compare(workload: Workload, options: argparse.Namespace) -> bool:
         subprocess.run(child_command("prepare", workload, directory, options), check=True)
         print(f"{workload.name}: {describe(workload)}, {options.threads} threads", flush=True)
         # Taking turns, so that a slow minute of the machine does not hit all runs of one package.
-        rounds = [[measure(package, workload, directory, options) for package in PACKAGES] for _ in range(options.repeat)]
-        theirs, ours = (best([each[side] for each in rounds]) for side in (0, 1))
+        pairs = [[measure(package, workload, directory, options) for package in PACKAGES] for _ in range(options.repeat)]
+        theirs, ours = (best([pair[side] for pair in pairs]) for side in (0, 1))
         print_ratios(workload, theirs, ours)
         wrong = differences(workload, directory)
     print(f"  the results {'DIFFER in ' + ', '.join(wrong) if wrong else 'agree'}\n", flush=True)

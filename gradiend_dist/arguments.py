@@ -196,7 +196,7 @@ class EvaluationArguments:
     do_eval: bool = help_field(True, "Evaluate the encoder during training.")
     eval_strategy: str = help_field("steps", "steps: at step 0, every eval_steps and at the end; no: never.")
     eval_steps: int = help_field(250, "Evaluate every this many steps.")
-    eval_batch_size: int = help_field(32, "Rows tokenized and read together in evaluation.")
+    eval_batch_size: int = help_field(32, "Rows encoded together where their gradients are not kept.")
     encoder_eval_train_max_size: int | None = help_field(None, "Rows per group of evaluations during training.")
     encoder_eval_max_size: int | None = help_field(None, "Rows per group of all other evaluations. None: all.")
     encoder_eval_balance: bool = help_field(True, "Give every feature class the same weight in an evaluation.")
@@ -298,6 +298,8 @@ class TrainingArguments(
         if threshold is None and metric == "correlation":
             threshold = 0.5
         self.convergent_score_threshold = self.convergence_threshold = threshold
+        if self.convergent_mean_by_class_threshold is None and self.behaviour.mean_threshold_always:
+            self.convergent_mean_by_class_threshold = 0.5
         if self.saved_seed_runs is None:
             # The reference's default keeps the models of converged seeds; the guide's keep_seed_runs=False keeps none.
             default = "all_convergent" if self.compat else "best_only"
@@ -418,7 +420,7 @@ class TrainingArguments(
     @property
     def data_seed(self) -> int:
         """Seed of row order and samples: the first seed, so that all seeds see the same items."""
-        return self.behaviour.data_seed_without_seed if self.seed is None else self.seed
+        return self.first_seed
 
     @property
     def evaluates(self) -> bool:

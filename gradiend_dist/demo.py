@@ -169,7 +169,7 @@ RUN = {
     "train_batch_size": 8,
     "max_steps": 100,
     "eval_steps": 25,
-    "learning_rate": 3e-4,
+    "learning_rate": 1e-4,
     "max_seeds": 3,
     "min_convergent_seeds": None,
     "pre_prune_config": {"n_samples": 16, "topk": 0.1, "source": "diff"},

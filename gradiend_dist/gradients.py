@@ -86,7 +86,7 @@ class BaseGradients:
         self.logits_at = LogitsAt(model)
         self._scale = FP16_SCALE if autocast is torch.float16 else 1.0
         parameters = dict(model.named_parameters())
-        self._weights = [
+        self.weights = [
             (weight, parameters[weight.name], None if weight.selected is None else weight.selected.to(self.device))
             for weight in space.active()
         ]
@@ -133,7 +133,7 @@ class BaseGradients:
         """One forward pass, then one backward pass for each of `passes`."""
         read = [row.alternative if only == "alternative" else row.factual for row in rows]
         batch = ClozeBatch.of(read, self.pad_id, self.device)
-        with self._precision():
+        with self.precision():
             logits = self.logits_at(batch)
         log_probability = F.log_softmax(logits.float(), dim=-1)
         losses = {
@@ -165,13 +165,13 @@ class BaseGradients:
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[None]:
         """Only the weights of the space want gradients, and each hands its own over when it is complete."""
-        wanted = {id(parameter) for _, parameter, _ in self._weights}
+        wanted = {id(parameter) for _, parameter, _ in self.weights}
         before = [(p, p.requires_grad) for p in self.model.parameters()]
         for parameter, _ in before:
             parameter.requires_grad_(id(parameter) in wanted)
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._collector(weight, indices))
-            for weight, parameter, indices in self._weights
+            for weight, parameter, indices in self.weights
         ]
         try:
             yield
@@ -191,7 +191,7 @@ class BaseGradients:
 
         return collect
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
@@ -219,6 +219,9 @@ class GradientStore:
             if vector is not None:
                 self._remember(item_key, kind, vector)
         return vector
+
+    def in_memory(self, item_key: str, kind: str) -> bool:
+        return (item_key, kind) in self._memory
 
     def has_room(self, num_bytes: int) -> bool:
         return self.used_bytes + num_bytes <= self.budget_bytes
@@ -319,6 +322,13 @@ class GradientSource:
             for kind in missing:
                 self.store.put(key, kind, computed[kind])
         return {kind: computed[kind] if v is None else v.to(self.base.device) for kind, v in found.items()}
+
+    def holds(self, items: Sequence[Item], kind: str, *, will_keep: bool) -> bool:
+        """Are these gradients in memory, or, if they `will_keep`, will they be?"""
+        missing = sum(not self.store.in_memory(item.key, kind) for item in items)
+        if self.store.directory is not None:
+            return True
+        return missing == 0 or (will_keep and self.store.has_room(4 * self.base.space.size * missing))
 
     def _reusable(self, kinds: list[str]) -> dict[str, Tensor]:
         for kind in kinds:

@@ -24,7 +24,7 @@ from gradiend_dist.arguments import TrainingArguments
 from gradiend_dist.checkpoint import save_model
 from gradiend_dist.engines import Engine, GradiendBatch
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.encoder import EncoderEvaluation
+from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.evaluation.metrics import flip
 from gradiend_dist.gradients import GradientSource, Item, ItemRows
 from gradiend_dist.model import ModelWithGradiend
@@ -311,7 +311,7 @@ class TrainingLoop:
             if self.args.evaluate_fn is not None:
                 metrics = dict(self.args.evaluate_fn(run.model))
             else:
-                metrics = self.evaluation.metrics(run.engine.encode)
+                metrics = self.evaluation.metrics(Encoder(run.engine.encode, run.engine.whole, self.args.eval_batch_size))
         metrics = self._normalise(run, step, metrics)
         self._remember(run, step, metrics)
         if not self.by_loss:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gradiend_dist.errors import UserError
 from gradiend_dist.space import backbone_module
@@ -217,19 +218,21 @@ class LogitsAt:
         self.backbone = backbone_module(model)
         self._narrow: bool | None = False if self.backbone is model else None
 
-    def __call__(self, batch: ClozeBatch) -> Tensor:
-        """Logits [places, vocabulary] of the wanted places."""
+    def __call__(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
+        """Logits [places, vocabulary] of the wanted places; `parameters` stand in for the model's own of that name."""
         if self._narrow is None:
             self._narrow = self.check(batch)
         if self._narrow:
-            return self._forward_narrow(batch)
-        return self._forward(batch)[batch.rows, batch.positions]
+            return self._forward_narrow(batch, parameters)
+        return self._forward(batch, parameters)[batch.rows, batch.positions]
 
-    def _forward(self, batch: ClozeBatch) -> Tensor:
-        logits: Tensor = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    def _forward(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        output = self.model(**inputs) if parameters is None else functional_call(self.model, parameters, (), inputs)
+        logits: Tensor = output.logits
         return logits
 
-    def _forward_narrow(self, batch: ClozeBatch) -> Tensor:
+    def _forward_narrow(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
         def keep_places(_module: nn.Module, _args: Any, output: Any) -> Any:
             places = output[0][batch.rows, batch.positions].unsqueeze(0)
             if isinstance(output, tuple):
@@ -239,7 +242,7 @@ class LogitsAt:
 
         hook = self.backbone.register_forward_hook(keep_places)
         try:
-            logits = self._forward(batch)
+            logits = self._forward(batch, parameters)
         finally:
             hook.remove()
         return logits.reshape(len(batch.rows), -1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -58,9 +59,15 @@ class Schedule:
 
 
 def make_schedule(
-    rows: pd.DataFrame, batch_size: int, *, seed: int, reference: bool = False, shuffle: bool = True
+    rows: pd.DataFrame,
+    batch_size: int,
+    *,
+    seed: int,
+    reference: bool = False,
+    shuffle: bool = True,
+    by: str = "feature_class_id",
 ) -> Schedule:
-    """Batches of the rows of each feature_class_id.
+    """Batches of the rows of each feature_class_id, or of each value of another column.
 
     By default rows are shuffled by `seed` and cut into ceil(n / batch_size) batches whose sizes differ by at most one:
     no row is dropped. `reference` cuts full batches, drops the remainder and keeps one order. Without `shuffle`
@@ -73,22 +80,22 @@ def make_schedule(
     cut = _full_batches if reference else _even_batches
     batches: list[np.ndarray] = []
     groups: list[tuple[int, ...]] = []
-    for found in cut(_positions(rows), batch_size, seed, shuffle):
+    for found in cut(_positions(rows, by), batch_size, seed, shuffle):
         groups.append(tuple(range(len(batches), len(batches) + len(found))))
         batches.extend(found)
     return Schedule(tuple(batches), tuple(groups), seed, reference, shuffle)
 
 
-Positions = dict[int, list[np.ndarray]]  # by feature_class_id: the row positions of each label
+Positions = dict[Any, list[np.ndarray]]  # by feature_class_id: the row positions of each label
 
 
-def _positions(rows: pd.DataFrame) -> Positions:
-    """Row positions by feature_class_id and label, both ascending."""
+def _positions(rows: pd.DataFrame, by: str) -> Positions:
+    """Row positions by feature_class_id (or another column) and label, both ascending."""
     found: Positions = {}
-    numbers, labels = rows["feature_class_id"].to_numpy(), rows["label"].to_numpy()
-    for number in np.unique(numbers):
-        own = labels[numbers == number]
-        found[int(number)] = [np.flatnonzero((numbers == number) & (labels == label)) for label in np.unique(own)]
+    groups, labels = np.array(rows[by].tolist()), rows["label"].to_numpy()
+    for group in np.unique(groups):
+        own = labels[groups == group]
+        found[group.item()] = [np.flatnonzero((groups == group) & (labels == label)) for label in np.unique(own)]
     return found
 
 

@@ -52,20 +52,24 @@ class SeedResult:
         return self.eval_correlation if self.eval_correlation is not None else self.training_score
 
 
-def judge(record: dict[str, Any], args: TrainingArguments) -> Verdict:
-    """Convergence of one run: the metric at its best step, and class means that are large and of opposite signs."""
+def judge(record: dict[str, Any], args: TrainingArguments, *, among_seeds: bool) -> Verdict:
+    """Convergence of one run: the metric at its best step, and class means that are large and of opposite signs.
+
+    `among_seeds`: it is judged as one of several, not on its own.
+    """
     best = record["best_score_checkpoint"]
-    if not best["global_step"]:
-        return Verdict(False, best["correlation"], None, "no trained step was evaluated as best")
     if args.convergent_metric == "loss":
-        return _judge_loss(best["loss"], args)
-    return _judge_correlation(best, _means_at_best(record, best), args)
+        return _judge_loss(best, args)
+    signed = among_seeds if args.behaviour.signed_convergence else args.normalize_gradiend
+    return _judge_correlation(best, _means_at_best(record, best), args, signed=signed)
 
 
-def _judge_loss(loss: float | None, args: TrainingArguments) -> Verdict:
-    threshold = args.convergent_score_threshold
-    if loss is None or threshold is None:
-        return Verdict(threshold is None, loss, None, "there is no threshold for the loss")
+def _judge_loss(best: dict[str, Any], args: TrainingArguments) -> Verdict:
+    threshold, loss = args.convergent_score_threshold, best.get("loss")
+    if loss is None:
+        return Verdict(False, None, None, "the best checkpoint was not chosen by its loss")
+    if threshold is None:
+        return Verdict(True, loss, None, "there is no threshold for the loss")
     return Verdict(loss <= threshold, loss, None, f"loss {loss:.4g}, threshold {threshold:.4g}")
 
 
@@ -76,16 +80,17 @@ def _means_at_best(record: dict[str, Any], best: dict[str, Any]) -> list[float]:
     return [float(mean) for label, mean in means.items() if float(label) != 0.0]
 
 
-def _judge_correlation(best: dict[str, Any], means: list[float], args: TrainingArguments) -> Verdict:
+def _judge_correlation(
+    best: dict[str, Any], means: list[float], args: TrainingArguments, *, signed: bool
+) -> Verdict:
     correlation = best["correlation"]
     threshold = args.convergent_score_threshold
     assert threshold is not None, "TrainingArguments sets a threshold for the correlation"
     min_abs_mean = min((abs(mean) for mean in means), default=None)
-    signed = args.behaviour.signed_convergence or args.normalize_gradiend
-    score = correlation if signed else abs(correlation)
     mean_threshold = args.convergent_mean_by_class_threshold
-    if mean_threshold is None and args.behaviour.mean_threshold_always:
-        mean_threshold = 0.5
+    if not best["global_step"]:
+        return Verdict(False, correlation, min_abs_mean, "no trained step was evaluated as best")
+    score = correlation if signed else abs(correlation)
     if score < threshold:
         return Verdict(False, correlation, min_abs_mean, f"correlation {correlation:.4f} is below {threshold}")
     if len(means) != 2 or means[0] * means[1] >= 0:
@@ -176,15 +181,14 @@ def _report_entry(result: SeedResult, args: TrainingArguments) -> dict[str, Any]
     }
 
 
-def convergence_info(results: list[SeedResult], args: TrainingArguments, verdict: Verdict) -> dict[str, Any]:
-    """What training.json says of convergence, over all seeds."""
-    if args.min_convergent_seeds is None:
-        count, converged = None, True
-    else:
-        count = sum(result.verdict.converged for result in results)
-        converged = count >= args.min_convergent_seeds
+def convergence_info(verdicts: list[Verdict], args: TrainingArguments, verdict: Verdict) -> dict[str, Any]:
+    """What training.json says of convergence: the verdicts that count, and the one on the model beside it."""
+    count = sum(found.converged for found in verdicts)
+    required = args.min_convergent_seeds
+    if args.behaviour.one_converged_is_enough or len(verdicts) == 1:
+        required = required and 1
     return {
-        "converged": converged,
+        "converged": required is None or count >= required,
         "convergent_count": count,
         "min_convergent_seeds": args.min_convergent_seeds,
         "convergence_metric": args.convergent_metric,

@@ -304,7 +304,7 @@ class TextPredictionTrainer:
         evaluation = None
         if args.evaluates:
             max_size = args.encoder_eval_train_max_size or args.encoder_eval_max_size
-            evaluation = bench.evaluation(space, self.data.evaluation_split(), max_size)
+            evaluation = bench.evaluation(space, self.data.evaluation_split(), max_size, repeated=True)
         runs = []
         for seed in group:
             model = bench.new_model(space, seed)
@@ -325,10 +325,8 @@ class TextPredictionTrainer:
     def _complete(self, run: SeedRun, loop: TrainingLoop, wanted: dict[str, Any]) -> dict[str, Any]:
         """Bring a finished run's output into its final form: best or last weights, post-pruned, with its record."""
         record = {**loop.record(run), "cache_fingerprint": {**wanted, "gradiend_input_dim": len(run.model)}}
-        verdict = seeds.judge(record, self.args)
-        record["convergence_info"] = seeds.convergence_info(
-            [SeedResult(run.seed, run.output, record, True, verdict)], self.args, verdict
-        )
+        verdict = seeds.judge(record, self.args, among_seeds=False)
+        record["convergence_info"] = seeds.convergence_info([verdict], self.args, verdict)
         model = run.model
         if self.args.save_only_best and run.best.saved:
             model = self.workbench.wrap(load_gradiend(run.best_path, **self._devices()))
@@ -359,7 +357,8 @@ class TextPredictionTrainer:
         trained = record is not None
         if record is None:
             record = read_json(path / TRAINING)
-        result = SeedResult(seed, path, record, trained, seeds.judge(record, self.args))
+        verdict = seeds.judge(record, self.args, among_seeds=self.args.max_seeds > 1)
+        result = SeedResult(seed, path, record, trained, verdict)
         if (
             self.args.max_seeds > 1
             and self.args.evaluates
@@ -367,9 +366,9 @@ class TextPredictionTrainer:
         ):
             max_size = self.args.seed_selection_eval_max_size or self.args.encoder_eval_max_size
             model = load_gradiend(path, **self._devices())
-            evaluation = self.workbench.evaluation(model.space, self.data.evaluation_split(), max_size)
+            evaluation = self.workbench.evaluation(model.space, self.data.evaluation_split(), max_size, repeated=False)
             with torch.no_grad():
-                result.eval_correlation = evaluation.metrics(model.forward_encoder)["correlation"]
+                result.eval_correlation = evaluation.metrics(self.workbench.encoder(model))["correlation"]
         return result
 
     def _drop(self, surplus: Any) -> None:
@@ -382,7 +381,7 @@ class TextPredictionTrainer:
         """Promote the best seed and write the reports; the promoted model is complete before anything is deleted."""
         args = self.args
         best, _, _ = seeds.select_best(results, args)
-        info = seeds.convergence_info(results, args, best.verdict)
+        info = seeds.convergence_info([result.verdict for result in results], args, best.verdict)
         if args.max_seeds > 1:
             report = seeds.seed_report(results, args, early_stop_reason)
             stability = seeds.topk_stability(results, args)
@@ -494,15 +493,14 @@ class TextPredictionTrainer:
 
     def _encoded_table(self, split: str, max_size: int | None, neutral: bool) -> pd.DataFrame:
         model, bench = self.get_model(), self.workbench
-        evaluation = bench.evaluation(model.gradiend.space, split, max_size)
+        evaluation = bench.evaluation(model.gradiend.space, split, max_size, repeated=False)
+        encoder = bench.encoder(model.gradiend)
         with torch.no_grad():
-            tables = [evaluation.table(model.gradiend.forward_encoder)]
+            tables = [evaluation.table(encoder)]
             for rows in self._neutral_rows(evaluation.items.rows) if neutral and split == "test" else ():
                 items = ItemRows(rows, bench.objective)
-                positions = [[i] for i in range(len(rows))]
-                encoded = encode_items(
-                    bench.gradients(model.gradiend.space), items, positions, "factual", model.gradiend.forward_encoder
-                )
+                single = [items.item([position]) for position in range(len(rows))]
+                encoded = encode_items(evaluation.gradients, single, "factual", encoder, keep=False)
                 tables.append(neutral_encoding_rows(rows, encoded))
         return join_encodings(*tables)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import nn
 from gradiend_dist.arguments import PrePruneConfig, TrainingArguments
 from gradiend_dist.data import FeatureData
 from gradiend_dist.devices import Placement, place
-from gradiend_dist.evaluation.encoder import EncoderEvaluation
+from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, store_directory
-from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel, load_base_model
+from gradiend_dist.model import GradiendModel, ModelWithGradiend, ParamMappedGradiendModel, load_base_model
 from gradiend_dist.objectives import Objective, choose_objective
 from gradiend_dist.pruning import pre_prune
 from gradiend_dist.schedule import cap_per_group
@@ -43,7 +43,7 @@ class Workbench:
     cache_dir: Path | None
     """Where gradients are kept with use_cached_gradients."""
     _gradients: GradientSource | None = None
-    _evaluations: dict[tuple[Any, ...], EncoderEvaluation] | None = None
+    _evaluations: dict[tuple[Any, ...], EncoderEvaluation] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -121,7 +121,7 @@ class Workbench:
         )
 
     def gradients(self, space: ParameterSpace) -> GradientSource:
-        """The gradients over a space; what was kept for another space is dropped."""
+        """The gradients over the space that is trained in; what was kept for another space is dropped."""
         if self._gradients is None or self._gradients.base.space != space:
             base = self.base_gradients(space)
             directory = None
@@ -131,31 +131,46 @@ class Workbench:
             self._evaluations = {}
         return self._gradients
 
+    def _gradients_for_once(self, space: ParameterSpace) -> GradientSource:
+        """Gradients over any space, kept only if it is the one that is trained in."""
+        if self._gradients is not None and self._gradients.base.space == space:
+            return self._gradients
+        return GradientSource(self.base_gradients(space), GradientStore(budget_bytes=0))
+
     def store_bytes(self) -> int:
         """Memory for gradients that are used again."""
         if self.args.gradient_store_gib is not None:
             return int(self.args.gradient_store_gib * GIB)
         return free_bytes(self.placement.base_model) // 4
 
-    def evaluation(self, space: ParameterSpace, split: str, max_size: int | None) -> EncoderEvaluation:
-        """The evaluation of a split over a space, made once."""
-        gradients = self.gradients(space)
-        assert self._evaluations is not None, "gradients() makes it"
+    def evaluation(
+        self, space: ParameterSpace, split: str, max_size: int | None, *, repeated: bool
+    ) -> EncoderEvaluation:
+        """The evaluation of a split over a space; a `repeated` one is made once and keeps its gradients."""
+        gradients = self.gradients(space) if repeated else self._gradients_for_once(space)
         key = (split, max_size)
-        if key not in self._evaluations:
-            self._evaluations[key] = EncoderEvaluation(
-                self.data,
-                self.objective,
-                gradients,
-                split=split,
-                source=self.args.source,
-                max_size=max_size,
-                balance=self.args.encoder_eval_balance,
-                include_other_classes=self.args.include_other_classes,
-                seed=self.args.data_seed,
-                reference=self.args.behaviour.reference_data,
-            )
-        return self._evaluations[key]
+        if repeated and key in self._evaluations:
+            return self._evaluations[key]
+        evaluation = EncoderEvaluation(
+            self.data,
+            self.objective,
+            gradients,
+            split=split,
+            source=self.args.source,
+            max_size=max_size,
+            balance=self.args.encoder_eval_balance,
+            include_other_classes=self.args.include_other_classes,
+            seed=self.args.data_seed,
+            reference=self.args.behaviour.reference_data,
+            by_class=self.args.behaviour.evaluation_by_class,
+            repeated=repeated,
+        )
+        if repeated:
+            self._evaluations[key] = evaluation
+        return evaluation
+
+    def encoder(self, model: GradiendModel) -> Encoder:
+        return Encoder(model.forward_encoder, model, self.args.eval_batch_size)
 
     def training_rows(self) -> pd.DataFrame:
         rows = self.data.rows("train")

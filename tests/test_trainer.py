@@ -118,7 +118,9 @@ def test_train__one_process_two_hash_seeds_same_bytes(masked_lm: Path, tmp_path:
 
 def test_seeds__in_lockstep_equal_in_sequence(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
     both = [
-        make(masked_lm, feature_frames, tmp_path / str(together), seeds_in_parallel=together, keep_seed_runs=True).train()
+        make(
+            masked_lm, feature_frames, tmp_path / str(together), seeds_in_parallel=together, keep_seed_runs=True
+        ).train()
         for together in (False, True)
     ]
     assert_same_weights(*both)
@@ -181,9 +183,7 @@ def test_accumulation__equals_a_larger_gradiend_batch(masked_lm: Path, feature_f
         assert torch.allclose(tensor, weights(other)[name], atol=1e-5), name
 
 
-def test_max_steps__overrides_epochs_and_compat_caps_them(
-    masked_lm: Path, feature_frames: Any, tmp_path: Path
-) -> None:
+def test_max_steps__overrides_epochs_and_compat_caps_them(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
     options = {"max_seeds": 1, "train_max_size": 8, "num_train_epochs": 1, "max_steps": 5, "do_eval": False}
     ours = make(masked_lm, feature_frames, tmp_path / "ours", **options).train()
     reference = make(masked_lm, feature_frames, tmp_path / "compat", compat="gradiend-0.2", **options).train()
@@ -227,7 +227,13 @@ def test_save_strategy__decides_which_directories_exist(
 
 def test_delete_models__leaves_the_promoted_one(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
     trainer = make(
-        masked_lm, feature_frames, tmp_path, save_strategy="steps", save_steps=3, delete_models=True, keep_seed_runs=True
+        masked_lm,
+        feature_frames,
+        tmp_path,
+        save_strategy="steps",
+        save_steps=3,
+        delete_models=True,
+        keep_seed_runs=True,
     ).train()
     assert trainer.experiment_dir is not None
     found = [path.parent for path in trainer.experiment_dir.rglob("model.safetensors")]
@@ -304,9 +310,7 @@ def test_not_finite__stops_before_the_optimizer_and_names_the_item(
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_supervised__trains_one_half_alone(
-    masked_lm: Path, feature_frames: Any, tmp_path: Path, side: str
-) -> None:
+def test_supervised__trains_one_half_alone(masked_lm: Path, feature_frames: Any, tmp_path: Path, side: str) -> None:
     trainer = make(
         masked_lm, feature_frames, tmp_path, max_seeds=1, max_steps=12, eval_steps=6, learning_rate=1e-2,
         save_strategy="no", normalize_gradiend=False, **{f"supervised_{side}": True},

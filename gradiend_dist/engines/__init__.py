@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradiend_dist.arguments import TrainingArguments
+from gradiend_dist.model import GradiendModel
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Engine(ABC):
     @abstractmethod
     def encode(self, source: Tensor) -> Tensor:
         """Encodings [k, m] of gradients [k, n]."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> GradiendModel | None:
+        """The model, if this process holds all of it."""
 
     @abstractmethod
     def flip(self, *, with_decoder_bias: bool) -> None:

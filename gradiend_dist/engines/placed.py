@@ -47,6 +47,10 @@ class PlacedEngine(Engine):
         encoded: Tensor = self.model.forward_encoder(source)
         return encoded
 
+    @property
+    def whole(self) -> GradiendModel:
+        return self.model
+
     def flip(self, *, with_decoder_bias: bool) -> None:
         self.model.invert_encoding()
         bias = self.model.decoder_bias_vector
@@ -205,7 +209,7 @@ class Backward:
         return error, torch.autograd.grad(decoded, pre, error)[0]
 
     def reduce_decoder(self) -> Tensor:
-        """Sum the loss and dloss/dh [k, m] over n; the squares for the gradient's norm come along while r is at hand."""
+        """Sum the loss and dloss/dh [k, m] over n; the squares for the gradient's norm come along."""
         assert self.target is not None
         d_latent = torch.zeros_like(self.latent, dtype=torch.float64)
         error_square = torch.zeros((), dtype=torch.float64, device=self.latent.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,23 @@ from torch import Tensor
 
 from gradiend_dist.data import FeatureData
 from gradiend_dist.evaluation.metrics import encoder_metrics, encoding_rows
-from gradiend_dist.gradients import GradientSource, ItemRows
+from gradiend_dist.gradients import GradientSource, Item, ItemRows
+from gradiend_dist.model import GradiendModel
 from gradiend_dist.objectives import Objective
 from gradiend_dist.schedule import cap_per_group, make_schedule
+from gradiend_dist.tangents import encode_rows
 
-Encode = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Encoder:
+    """What turns gradients into encodings, wherever its weights are."""
+
+    encode: Callable[[Tensor], Tensor]
+    """Gradients [k, n] -> encodings [k, m]."""
+    whole: GradiendModel | None
+    """The model, if its encoder is in one piece in this process."""
+    batch_size: int
+    """Rows read together in forward mode."""
 
 
 class EncoderEvaluation:
@@ -36,15 +49,21 @@ class EncoderEvaluation:
         include_other_classes: bool,
         seed: int,
         reference: bool,
+        by_class: bool,
+        repeated: bool,
     ) -> None:
-        self.data, self.gradients, self.source = data, gradients, source
+        self.data, self.gradients, self.source, self.repeated = data, gradients, source, repeated
         self.mask_placeholder = objective.mask_placeholder
         rows = data.rows(split, include_other_classes=include_other_classes)
         if balance:
             group = "factual_class" if source == "factual" else "feature_class_id"
             rows = cap_per_group(rows, max_size, column=group, seed=seed)
-            schedule = make_schedule(rows, 1, seed=seed, reference=reference, shuffle=False)
+            turns = group if by_class else "feature_class_id"
+            schedule = make_schedule(rows, 1, seed=seed, reference=reference, shuffle=False, by=turns)
             order = np.concatenate([schedule.batches[i] for i in schedule.epoch(0)])
+        elif by_class:
+            rows = cap_per_group(rows, max_size, column="feature_class_id", seed=seed)
+            order = np.argsort(rows["label"].to_numpy(), kind="stable")
         else:
             rows = rows if max_size is None else rows.sample(min(max_size, len(rows)), random_state=seed)
             rows = rows.reset_index(drop=True)
@@ -54,24 +73,24 @@ class EncoderEvaluation:
         self.unique, self.place = np.unique(order, return_inverse=True)
         self.items = ItemRows(rows, objective)
 
-    def encode(self, encode: Encode) -> npt.NDArray[np.float64]:
+    def encode(self, encoder: Encoder) -> npt.NDArray[np.float64]:
         """Encodings [visited rows, m]."""
-        positions = [[position] for position in self.unique]
-        return encode_items(self.gradients, self.items, positions, self.source, encode)[self.place]
+        items = [self.items.item([position]) for position in self.unique]
+        return encode_items(self.gradients, items, self.source, encoder, keep=self.repeated)[self.place]
 
-    def table(self, encode: Encode) -> pd.DataFrame:
+    def table(self, encoder: Encoder) -> pd.DataFrame:
         """One line per visited row, with the columns of the reference's CSV file."""
         return encoding_rows(
             self.visited,
-            self.encode(encode),
+            self.encode(encoder),
             source=self.source,
             target_classes=self.data.target_classes,
             mask_placeholder=self.mask_placeholder,
         )
 
-    def metrics(self, encode: Encode) -> dict[str, Any]:
+    def metrics(self, encoder: Encoder) -> dict[str, Any]:
         return encoder_metrics(
-            self.table(encode),
+            self.table(encoder),
             target_classes=self.data.target_classes,
             all_classes=self.data.all_classes,
             source=self.source,
@@ -79,10 +98,16 @@ class EncoderEvaluation:
 
 
 def encode_items(
-    gradients: GradientSource, rows: ItemRows, positions: Sequence[Sequence[int]], kind: str, encode: Encode
+    gradients: GradientSource, items: Sequence[Item], kind: str, encoder: Encoder, *, keep: bool
 ) -> npt.NDArray[np.float64]:
-    """Encodings [items, m]; they stay on the device until the last one, one wait for all."""
-    encoded = [
-        encode(gradients.get(rows.item(group), [kind], keep=True)[kind].unsqueeze(0)).squeeze(0) for group in positions
-    ]
-    return torch.stack(encoded).double().cpu().numpy()
+    """Encodings [items, m] of one-row items; they stay on the device until the last one, one wait for all.
+
+    From the gradients, where these are kept or will be (`keep`: they are wanted again); else, if the encoder is in one
+    piece, by forward mode, which needs no gradient.
+    """
+    if encoder.whole is not None and not gradients.holds(items, kind, will_keep=keep):
+        encoded = encode_rows(gradients.base, items, kind, encoder.whole, encoder.batch_size)
+    else:
+        vectors = (gradients.get(item, [kind], keep=keep)[kind] for item in items)
+        encoded = torch.stack([encoder.encode(vector.unsqueeze(0)).squeeze(0) for vector in vectors])
+    return encoded.double().cpu().numpy()

@@ -1,0 +1,86 @@
+"""Forward mode = reverse mode: encodings of many rows without their gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradiend_dist import TextPredictionTrainer, TrainingArguments
+from gradiend_dist.demo import reflexive_data
+from gradiend_dist.gradients import ItemRows
+from gradiend_dist.loop import TrainingLoop
+from gradiend_dist.tangents import encode_rows
+
+
+@pytest.mark.parametrize("kind", ["factual", "alternative", "diff"])
+@pytest.mark.parametrize("kept", ["all", "every 777th", "top layer"])
+@pytest.mark.parametrize("model", ["masked_lm", "causal_lm"])
+def test_encode_rows__equals_encoding_the_gradients(
+    model: str, kept: str, kind: str, feature_frames: Any, request: pytest.FixtureRequest
+) -> None:
+    """Rows of different lengths in batches that do not divide; a wrong position, weight or tangent shows here."""
+    args = TrainingArguments(latent_dim=2, train_max_size=20)
+    trainer = TextPredictionTrainer(
+        str(request.getfixturevalue(model)), data=feature_frames, target_classes=["M", "F"], args=args
+    )
+    bench = trainer.workbench
+    keep = torch.arange(0, bench.space.size, 777 if kept == "every 777th" else 1)
+    if kept == "top layer":
+        last = [weight for weight in bench.space.weights if ".1." in weight.name]
+        keep = torch.cat([torch.arange(weight.offset, weight.stop) for weight in last])
+    space = bench.space.select(keep)
+    gradiend = bench.new_model(space, seed=3).gradiend
+    rows = ItemRows(trainer.data.rows("test").iloc[::13].reset_index(drop=True), bench.objective)
+    items = [rows.item([number]) for number in range(len(rows))]
+    base = bench.base_gradients(space)
+    with torch.no_grad():
+        expected = torch.cat([gradiend.forward_encoder(base.compute(item, [kind])[kind][None]) for item in items])
+    found = encode_rows(base, items, kind, gradiend, batch_size=5)
+    assert expected.abs().max() > 1e-3
+    assert torch.allclose(found, expected, rtol=1e-4, atol=3e-6), (found - expected).abs().max()
+
+
+def test_encode_rows__words_of_several_pieces(masked_lm: Path) -> None:
+    """Factual and alternative have different inputs, and a row's loss is the mean over its pieces."""
+    args = TrainingArguments()
+    trainer = TextPredictionTrainer(str(masked_lm), data=reflexive_data(), target_classes=["M", "F"], args=args)
+    bench = trainer.workbench
+    gradiend = bench.new_model(bench.space, seed=0).gradiend
+    rows = ItemRows(trainer.data.rows("train").head(7), bench.objective)
+    items = [rows.item([number]) for number in range(len(rows))]
+    assert any(len(item.rows[0].factual.labels) > 1 for item in items)
+    base = bench.base_gradients(bench.space)
+    with torch.no_grad():
+        expected = torch.cat([gradiend.forward_encoder(base.compute(item, ["diff"])["diff"][None]) for item in items])
+    assert torch.allclose(encode_rows(base, items, "diff", gradiend, 3), expected, rtol=1e-4, atol=3e-6)
+
+
+def test_evaluation__without_room_for_gradients_gives_the_same_scores(
+    masked_lm: Path, feature_frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = []
+    for budget in (None, 0.0):
+        args = TrainingArguments(
+            experiment_dir=str(tmp_path / str(budget)), gradient_store_gib=budget, max_steps=4, eval_steps=2,
+            train_batch_size=4, max_seeds=1, encoder_eval_max_size=7, learning_rate=1e-3,
+        )  # fmt: skip
+        trainer = TextPredictionTrainer(str(masked_lm), data=feature_frames, target_classes=["M", "F"], args=args)
+        if budget == 0.0:
+            monkeypatch.setattr(TrainingLoop, "_remember", _counting(TrainingLoop._remember, trainer))
+        scores.append(trainer.train().get_training_stats()["training_stats"]["scores"])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+def _counting(remember: Any, trainer: TextPredictionTrainer) -> Any:
+    """Only training items are computed by reverse mode: an evaluation adds none."""
+    seen: list[int] = []
+
+    def wrapped(loop: TrainingLoop, run: Any, step: int, metrics: Any) -> None:
+        seen.append(trainer.workbench.gradients(run.model.gradiend.space).store.misses)
+        assert seen[-1] == step, f"{seen} gradients were computed by step {step}"
+        remember(loop, run, step, metrics)
+
+    return wrapped
