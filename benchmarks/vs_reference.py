@@ -64,8 +64,8 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("standard-4M", 128, 2, (10, 20), pruned=True, steps=50, epochs=2, expected=40),
-        Workload("unpruned-4M", 128, 2, (10, 20), pruned=False, steps=40, epochs=2, expected=15),
-        Workload("unpruned-30M", 512, 4, (10, 20), pruned=False, steps=20, epochs=2, expected=8),
+        Workload("unpruned-4M", 128, 2, (10, 20), pruned=False, steps=40, epochs=1, expected=15),
+        Workload("unpruned-30M", 512, 4, (10, 20), pruned=False, steps=20, epochs=1, expected=8),
         Workload("standard-256", 128, 2, (254, 254), pruned=True, steps=20, epochs=2, expected=4, eval_rows=20),
     )
 }
@@ -276,7 +276,8 @@ def compare(workload: Workload, options: argparse.Namespace) -> bool:
         subprocess.run(child_command("prepare", workload, directory, options), check=True)
         print(f"{workload.name}: {describe(workload)}, {options.threads} threads", flush=True)
         # Taking turns, so that a slow minute of the machine does not hit all runs of one package.
-        pairs = [[measure(package, workload, directory, options) for package in PACKAGES] for _ in range(options.repeat)]
+        turns = range(options.repeat)
+        pairs = [[measure(package, workload, directory, options) for package in PACKAGES] for _ in turns]
         theirs, ours = (best([pair[side] for pair in pairs]) for side in (0, 1))
         print_ratios(workload, theirs, ours)
         wrong = differences(workload, directory)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from gradiend_dist.compat import CORRECTED, REFERENCE, Behaviour
 from gradiend_dist.errors import UserError
+from gradiend_dist.typecheck import check_types
 
 Gradient = Literal["factual", "alternative", "diff"]
 Part = Literal["encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum"]
@@ -99,6 +100,10 @@ def check_topk(name: str, topk: int | float | None) -> None:
         require(topk >= 1, f"{name}={topk} keeps nothing: pass at least 1, or a share like 0.01.")
 
 
+def check_seed(name: str, seed: int | None) -> None:
+    require(seed is None or 0 <= seed < 2**32, f"{name}={seed} is not in [0, 2^32): pass another.")
+
+
 @dataclass(kw_only=True)
 class PrePruneConfig:
     """Pruning before training, by the mean gradient of a few examples."""
@@ -110,10 +115,12 @@ class PrePruneConfig:
     seed: int | None = help_field(None, "Seed of the sample. None: the seed of the run.")
 
     def __post_init__(self) -> None:
+        check_topk("pre_prune_config.topk", self.topk)
+        check_types(self, "pre_prune_config.")
         require_positive("pre_prune_config.n_samples", self.n_samples)
         require_positive("pre_prune_config.threshold", self.threshold, zero=True)
         require_choice("pre_prune_config.source", self.source, GRADIENTS)
-        check_topk("pre_prune_config.topk", self.topk)
+        check_seed("pre_prune_config.seed", self.seed)
         require(
             self.topk is not None or self.threshold is not None,
             "pre_prune_config has neither topk nor threshold: pass one of them, or leave pre_prune_config out.",
@@ -130,9 +137,17 @@ class PostPruneConfig:
     part: str = help_field("decoder-weight", f"Importance is read from: {', '.join(PARTS)}.")
 
     def __post_init__(self) -> None:
+        check_topk("post_prune_config.topk", self.topk)
+        check_types(self, "post_prune_config.")
         require_positive("post_prune_config.threshold", self.threshold, zero=True)
         require_choice("post_prune_config.part", self.part, PARTS)
-        check_topk("post_prune_config.topk", self.topk)
+        if self.mask is not None:
+            import torch  # a mask is a tensor: who passes one has paid for the import
+
+            require(
+                isinstance(self.mask, torch.Tensor) and self.mask.dtype == torch.bool and self.mask.ndim == 1,
+                f"post_prune_config.mask={self.mask!r:.60} is no flat torch.bool tensor: pass one, in Python.",
+            )
         require(
             self.topk is not None or self.threshold is not None or self.mask is not None,
             "post_prune_config has none of topk, threshold and mask: pass one, or leave post_prune_config out.",
@@ -280,12 +295,25 @@ class TrainingArguments(
     metadata: dict[str, Any] = help_field(dict, "Free facts to keep in training.json.")
 
     def __post_init__(self) -> None:
+        self._take_plain_values()
+        check_types(self)
         self._join_names()
         self._check_output()
         self._check_loop()
         self._check_evaluation()
         self._check_seeds()
         self._check_model()
+
+    def _take_plain_values(self) -> None:
+        """Paths and dtypes as text, mappings as configurations: what Python users and files write for the same."""
+        self.torch_dtype = str(self.torch_dtype).removeprefix("torch.")
+        for item in dataclasses.fields(self):
+            if isinstance(getattr(self, item.name), Path):
+                setattr(self, item.name, str(getattr(self, item.name)))
+        for name, kind in (("pre_prune_config", PrePruneConfig), ("post_prune_config", PostPruneConfig)):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                setattr(self, name, from_mapping(kind, value, name))
 
     def _join_names(self) -> None:
         """Two documented names for one thing become one value; two different values are an error."""
@@ -304,10 +332,6 @@ class TrainingArguments(
             # The reference's default keeps the models of converged seeds; the guide's keep_seed_runs=False keeps none.
             default = "all_convergent" if self.compat else "best_only"
             self.saved_seed_runs = "all_tried" if self.keep_seed_runs else default
-        for name, kind in (("pre_prune_config", PrePruneConfig), ("post_prune_config", PostPruneConfig)):
-            value = getattr(self, name)
-            if isinstance(value, dict):
-                setattr(self, name, from_mapping(kind, value, name))
 
     def _one_of(self, first: str, second: str, default: Any = None) -> Any:
         a, b = getattr(self, first), getattr(self, second)
@@ -334,12 +358,10 @@ class TrainingArguments(
             require_positive(name, getattr(self, name))
         for name in ("gradient_accumulation_steps", "num_train_epochs", "adam_epsilon", "max_length"):
             require_positive(name, getattr(self, name))
+        require(self.learning_rate > 0, f"learning_rate={self.learning_rate} is not positive: pass e.g. 1e-5.")
         require(
-            isinstance(self.learning_rate, int | float) and self.learning_rate > 0,
-            f"learning_rate={self.learning_rate!r} is not a positive number: pass e.g. 1e-5.",
-        )
-        require(
-            self.max_steps != 0, "max_steps=0 trains nothing: pass a positive number, or -1 to use num_train_epochs."
+            self.max_steps > 0 or self.max_steps == -1,
+            f"max_steps={self.max_steps} trains nothing: pass a positive number, or -1 to use num_train_epochs.",
         )
         for name in ("weight_decay", "max_grad_norm", "warmup_steps"):
             require_positive(name, getattr(self, name), zero=True)
@@ -374,7 +396,7 @@ class TrainingArguments(
         require_choice("saved_seed_runs", self.saved_seed_runs, ("all_tried", "all_convergent", "best_only"))
         require_choice("seed_stability_part", self.seed_stability_part, PARTS)
         require_positive("seed_stability_topk", self.seed_stability_topk)
-        require(self.seed is None or 0 <= self.seed < 2**32, f"seed={self.seed} is not in [0, 2^32): pass another.")
+        check_seed("seed", self.seed)
         require(
             self.min_convergent_seeds is None or self.min_convergent_seeds <= self.max_seeds,
             f"min_convergent_seeds={self.min_convergent_seeds} is more than max_seeds={self.max_seeds}: "
@@ -388,12 +410,16 @@ class TrainingArguments(
             not self.analyze_seed_stability or self.seed_stability_topk is not None,
             "analyze_seed_stability is set but seed_stability_topk is None: pass a number of weights.",
         )
+        require(
+            not self.analyze_seed_stability or (self.min_convergent_seeds or 0) >= 2,
+            f"analyze_seed_stability compares converged seeds but min_convergent_seeds={self.min_convergent_seeds}: "
+            "pass at least 2.",
+        )
 
     def _check_model(self) -> None:
         require_choice("prediction_objective", self.prediction_objective, OBJECTIVES)
         require_choice("activation_encoder", self.activation_encoder, ACTIVATIONS)
         require_choice("activation_decoder", self.activation_decoder, ACTIVATIONS)
-        self.torch_dtype = str(self.torch_dtype).removeprefix("torch.")
         require_choice("torch_dtype", self.torch_dtype, ("float32", "bfloat16", "float16"))
         require_positive("latent_dim", self.latent_dim)
         require_positive("gradient_store_gib", self.gradient_store_gib, zero=True)
@@ -407,6 +433,19 @@ class TrainingArguments(
             f"compat={self.compat!r} is not known: pass gradiend-0.2, or leave it out.",
         )
         require(bool(self.mask_placeholder.strip()), "mask_placeholder is empty: pass e.g. [MASK].")
+        require(self.params != [], "params is empty: name at least one weight, or leave it out for the whole backbone.")
+        self._check_decoder_bias()
+
+    def _check_decoder_bias(self) -> None:
+        """Known before training, told before training."""
+        parts = {"seed_stability_part": self.seed_stability_part}
+        if self.post_prune_config is not None:
+            parts["post_prune_config.part"] = self.post_prune_config.part
+        for name, part in parts.items():
+            require(
+                self.bias_decoder or part not in ("decoder-bias", "decoder-sum"),
+                f"{name}={part} reads the decoder's bias and bias_decoder is false: choose decoder-weight.",
+            )
 
     @property
     def behaviour(self) -> Behaviour:
@@ -424,7 +463,15 @@ class TrainingArguments(
 
     @property
     def evaluates(self) -> bool:
-        return self.do_eval and self.eval_strategy != "no"
+        """Is the encoder evaluated in training? Not where it is not trained."""
+        wanted = self.do_eval and (self.eval_strategy != "no" or self.behaviour.no_strategy_is_ignored)
+        fails = self.behaviour.differences_unevaluated and self.source == "diff"
+        return wanted and not fails and not self.supervised_decoder
+
+    @property
+    def keeps_best(self) -> bool:
+        """Is the best checkpoint saved in training?"""
+        return self.save_strategy != "no" or self.behaviour.no_strategy_is_ignored
 
     # What Hugging Face callbacks, EarlyStoppingCallback above all, ask the arguments for.
     @property
@@ -463,7 +510,7 @@ def from_mapping(kind: type, values: dict[str, Any], where: str) -> Any:
     names = [item.name for item in dataclasses.fields(kind)]
     for key in values:
         if key not in names:
-            raise UserError(f"{where}: {unknown_key(key, names)}")
+            raise UserError(f"{where}: {unknown_key(str(key), names)}")
     return kind(**values)
 
 
@@ -483,10 +530,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"--config {path} does not exist: pass the path of a YAML or JSON file.")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--config {path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path} holds no mapping: write one `name: value` per line.")

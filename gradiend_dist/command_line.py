@@ -19,6 +19,7 @@ from transformers.hf_argparser import string_to_bool
 
 from gradiend_dist.arguments import read_config_file, unknown_key
 from gradiend_dist.errors import UserError
+from gradiend_dist.typecheck import is_union
 
 PYTHON_ONLY = ("evaluate_fn",)
 
@@ -78,7 +79,10 @@ class CommandParser(HfArgumentParser):
             self.exit(0)
 
     def _take_defaults_from(self, values: dict[str, Any], path: str) -> None:
-        actions = {action.dest: action for action in self._actions if action.dest != "help"}
+        actions: dict[str, argparse.Action] = {}
+        for action in self._actions:
+            if action.dest != "help":
+                actions.setdefault(action.dest, action)  # the first one: --no_NAME of a switch is its second
         for name, value in values.items():
             if name not in actions or name == "config":
                 raise UserError(f"--config {path}: {unknown_key(str(name), self.names())}")
@@ -91,7 +95,7 @@ def from_yaml(action: argparse.Action, value: Any, path: str) -> Any:
         if action.default is None or isinstance(action.type, types.FunctionType):
             return None
         raise UserError(f"--config {path}: {action.dest} is empty: write a value, or leave the line out.")
-    convert = action.type
+    convert = string_to_bool if action.nargs == 0 else action.type  # a bare flag (--dry_run) has no type
     assert callable(convert), f"{action.dest} has a type"
     try:
         if action.nargs == "+":
@@ -120,8 +124,7 @@ def converter(annotation: Any) -> Callable[[str], Any] | None:
     return structured
 
 
-def is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
 
 
 def optionally(kind: type) -> Callable[[str], Any]:

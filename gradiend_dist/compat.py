@@ -37,6 +37,9 @@ class Behaviour:
     """The untrained model's correlation can win `best`, and then the last model is kept; without evaluation the model
     of step 1 is kept. Corrected: trained steps compete; without evaluation the last model is kept."""
 
+    no_strategy_is_ignored: bool
+    """eval_strategy=no and save_strategy=no have no effect. Corrected: nothing is evaluated, no checkpoint is kept."""
+
     evaluation_by_class: bool
     """An evaluation of factual gradients alternates between classes by name, not between directions, and without
     encoder_eval_balance a cap still counts for each direction. Corrected: directions alternate; then one cap for all."""
@@ -46,8 +49,9 @@ class Behaviour:
 
     reference_neutral: bool
     """A neutral row hides a token as the tokenizer spells it (`##ing`), which is then read as other tokens, and may hide
-    a piece of a target word; repeated rows count again, and a cap counts for all rows. Corrected: exactly one token is
-    hidden, no piece of any class's words, and each text counts once."""
+    a piece of a target word or a word of another class; repeated rows count again, a cap counts for all rows together,
+    and neutral texts come with every split. Corrected: exactly one token is hidden, of no class's words; each text
+    counts once and all count; with the test split."""
 
     signed_convergence: bool
     """Among several seeds one with correlation -0.9 did not converge; alone it did. Corrected: both did, unless
@@ -75,6 +79,7 @@ REFERENCE = Behaviour(
     flip_below=-0.6,
     flip_decoder_bias=True,
     step_zero_competes=True,
+    no_strategy_is_ignored=True,
     evaluation_by_class=True,
     differences_unevaluated=True,
     reference_neutral=True,
@@ -93,6 +98,7 @@ CORRECTED = Behaviour(
     flip_below=0.0,
     flip_decoder_bias=False,
     step_zero_competes=False,
+    no_strategy_is_ignored=False,
     evaluation_by_class=False,
     differences_unevaluated=False,
     reference_neutral=False,

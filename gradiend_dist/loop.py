@@ -179,7 +179,8 @@ class TrainingLoop:
         self.args, self.runs, self.plan = args, list(runs), plan
         self.rows, self.gradients, self.evaluation = rows, gradients, evaluation
         self.keep = more_seeds_follow or plan.visits_items_again()
-        self.by_loss = args.convergent_metric == "loss"
+        only_supervised = args.behaviour.loss_only_supervised
+        self.by_loss = args.supervised_decoder if only_supervised else args.convergent_metric == "loss"
         self.clock = Clock()
         self._items: dict[int, Item] = {}
         self._schedule = self._make_scheduler()
@@ -363,7 +364,7 @@ class TrainingLoop:
             return
         score = abs(correlation)
         beaten = run.best.score is not None and score <= run.best.score
-        if beaten and self.args.save_strategy != "no":  # without checkpoints the last model is the one that stays
+        if beaten and self.args.keeps_best:  # without checkpoints the last model is the one that stays
             return
         run.best = Best(score, correlation=correlation, step=step, epoch=epoch, saved=run.best.saved)
         self._save_best(run)
@@ -377,12 +378,12 @@ class TrainingLoop:
                 run.best = Best(-loss, loss=loss, step=step, epoch=epoch, saved=run.best.saved)
                 self._save_best(run)
         elif self.evaluation is None and step == 1 and self.args.behaviour.step_zero_competes:
-            # The reference without evaluation keeps the model of the first step.
-            run.best = Best(1.0, correlation=-1.0, step=1, epoch=0)
+            # Without a score the reference has -1.0: at step 0 if it tried to evaluate, else from the first step on.
+            run.best = Best(1.0, correlation=-1.0, step=0 if self.args.do_eval else 1, epoch=0)
             self._save_best(run)
 
     def _save_best(self, run: SeedRun) -> None:
-        if self.args.save_strategy == "no" or run.best.step == 0:
+        if not self.args.keeps_best or run.best.step == 0:
             return
         self._save(run, run.best_path)
         run.best.saved = True

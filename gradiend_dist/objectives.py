@@ -71,20 +71,20 @@ class MaskedObjective:
         text = template.replace(self.mask_placeholder, tokenizer.mask_token)
         if text.count(tokenizer.mask_token) == 1:
             text = text.replace(tokenizer.mask_token, " ".join([tokenizer.mask_token] * len(wanted)))
-        ids = self._window(tokenizer(text)["input_ids"])
+        encoded = tokenizer(text, return_special_tokens_mask=True)
+        ids = self._window(encoded["input_ids"], encoded["special_tokens_mask"])
         positions = [i for i, token in enumerate(ids) if token == tokenizer.mask_token_id]
         if not positions:
             raise UserError(f"The text {template[:60]!r} has no mask after tokenization: check mask_placeholder.")
         labels = [wanted[min(i, len(wanted) - 1)] for i in range(len(positions))]
         return Cloze(tuple(ids), tuple(positions), tuple(labels))
 
-    def _window(self, ids: list[int]) -> list[int]:
+    def _window(self, ids: list[int], special: list[int]) -> list[int]:
         """A row that is too long keeps its special tokens at both ends and the words around the blank."""
         if len(ids) <= self.max_length:
             return ids
         mask = self.tokenizer.mask_token_id
         masks = [i for i, token in enumerate(ids) if token == mask]
-        special = self.tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)
         masks_and_words = [0 if token == mask else flag for token, flag in zip(ids, special, strict=True)]
         head = next((i for i, flag in enumerate(masks_and_words) if not flag), 0)
         tail = next((i for i, flag in enumerate(reversed(masks_and_words)) if not flag), 0)
@@ -111,6 +111,8 @@ class CausalObjective:
 
     def cloze(self, template: str, word: str) -> Cloze:
         prefix = template.split(self.mask_placeholder, 1)[0]
+        if not word.strip() or not self.tokenizer(word, add_special_tokens=False)["input_ids"]:
+            raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
         return self._early(prefix, word) if self.label_early else self._following(prefix, word)
 
     def _following(self, prefix: str, word: str) -> Cloze:
@@ -120,6 +122,9 @@ class CausalObjective:
         whole = self._without_end(self.tokenizer(prefix + word)["input_ids"])
         split = 0
         while split < min(len(context), len(whole) - 1) and context[split] == whole[split]:
+            split += 1
+        # A line break or a lone space mark before the word is context: as a label it would be the same for all words.
+        while split < len(whole) - 1 and not self.tokenizer.decode([whole[split]]).strip():
             split += 1
         if split == 0:
             raise UserError(
@@ -255,4 +260,8 @@ class LogitsAt:
             narrow = self._forward_narrow(batch)
         except (RuntimeError, IndexError, ValueError, AttributeError):
             return False  # a head that wants the whole sequence: it gets it
-        return narrow.shape == full.shape and torch.allclose(narrow, full, rtol=1e-2, atol=1e-2)
+        if narrow.shape != full.shape:
+            return False
+        rounded = full.dtype != torch.float32 or torch.is_autocast_enabled(full.device.type)
+        # Relative to the largest logit: those of an untrained model are small, and so are the differences.
+        return bool((narrow - full).abs().max() <= (2e-2 if rounded else 1e-3) * full.abs().max())

@@ -183,13 +183,11 @@ def _report_entry(result: SeedResult, args: TrainingArguments) -> dict[str, Any]
 
 def convergence_info(verdicts: list[Verdict], args: TrainingArguments, verdict: Verdict) -> dict[str, Any]:
     """What training.json says of convergence: the verdicts that count, and the one on the model beside it."""
-    count = sum(found.converged for found in verdicts)
-    required = args.min_convergent_seeds
-    if args.behaviour.one_converged_is_enough or len(verdicts) == 1:
-        required = required and 1
+    count, required, alone = sum(found.converged for found in verdicts), args.min_convergent_seeds, len(verdicts) == 1
+    one_is_enough = alone or args.behaviour.one_converged_is_enough
     return {
-        "converged": required is None or count >= required,
-        "convergent_count": count,
+        "converged": required is None or count >= (1 if one_is_enough else required),
+        "convergent_count": None if alone and required is None else count,
         "min_convergent_seeds": args.min_convergent_seeds,
         "convergence_metric": args.convergent_metric,
         "threshold": args.convergent_score_threshold,

@@ -22,7 +22,7 @@ from gradiend_dist.data import FeatureData, TextPredictionConfig, load_feature_d
 from gradiend_dist.engines import StepOptions
 from gradiend_dist.engines.placed import PlacedEngine
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.encoder import encode_items
+from gradiend_dist.evaluation.encoder import EncoderEvaluation, encode_items
 from gradiend_dist.evaluation.metrics import encoder_metrics, join_encodings, neutral_encoding_rows
 from gradiend_dist.evaluation.neutral import neutral_dataset_rows, neutral_training_rows
 from gradiend_dist.files import explained, read_json, write_json
@@ -497,27 +497,40 @@ class TextPredictionTrainer:
         encoder = bench.encoder(model.gradiend)
         with torch.no_grad():
             tables = [evaluation.table(encoder)]
-            for rows in self._neutral_rows(evaluation.items.rows) if neutral and split == "test" else ():
+            for rows in self._neutral_rows(evaluation, split, max_size) if neutral else ():
                 items = ItemRows(rows, bench.objective)
                 single = [items.item([position]) for position in range(len(rows))]
                 encoded = encode_items(evaluation.gradients, single, "factual", encoder, keep=False)
                 tables.append(neutral_encoding_rows(rows, encoded))
         return join_encodings(*tables)
 
-    def _neutral_rows(self, rows: pd.DataFrame) -> list[pd.DataFrame]:
-        bench = self.workbench
+    def _neutral_rows(self, evaluation: EncoderEvaluation, split: str, max_size: int | None) -> list[pd.DataFrame]:
+        """The texts of the test split with another token hidden, and the neutral texts."""
+        bench, as_reference = self.workbench, self.args.behaviour.reference_neutral
         shared: dict[str, Any] = {
             "seed": self.args.data_seed,
             "causal": bench.objective.name == "clm_next_token",
             "mask_placeholder": self.args.mask_placeholder,
-            "as_reference": self.args.compat is not None,
+            "as_reference": as_reference,
         }
-        words = sorted(set(self.data.table["factual"]) | set(self.data.table["alternative"]))
-        made = [neutral_training_rows(rows, bench.tokenizer, target_words=words, **shared)]
-        if self.data.neutral is not None:
-            excluded = [*words, *(self.config.eval_neutral_additional_excluded_words or [])]
-            made.append(neutral_dataset_rows(self.data.neutral, bench.tokenizer, excluded_words=excluded, **shared))
+        words, made = self._words_left_alone(), []
+        if split == "test":
+            rows, cap = (evaluation.visited, max_size) if as_reference else (evaluation.items.rows, None)
+            left_alone = [*words, *rows["factual"].str.strip(), *rows["alternative"].str.strip()]
+            made.append(neutral_training_rows(rows[:cap], bench.tokenizer, target_words=left_alone, **shared))
+        if self.data.neutral is not None and (split == "test" or as_reference):
+            cap = max_size if as_reference else None
+            texts = self.data.neutral
+            made.append(neutral_dataset_rows(texts, bench.tokenizer, excluded_words=words, max_rows=cap, **shared))
         return [table for table in made if len(table)]
+
+    def _words_left_alone(self) -> list[str]:
+        """Words that no neutral row hides: those of the feature and those that the configuration names."""
+        table, words = self.data.table, set()
+        for side in ("factual", "alternative"):
+            of_targets = table[f"{side}_class"].isin(self.target_classes)
+            words |= set(table.loc[of_targets, side] if self.args.behaviour.reference_neutral else table[side])
+        return [*sorted(words), *(self.config.eval_neutral_additional_excluded_words or [])]
 
     def _evaluation_fingerprint(self, split: str, max_size: int | None, neutral: bool) -> dict[str, Any]:
         digest = hashlib.sha256()

@@ -1,0 +1,102 @@
+"""Pre-pruning: one batched pass finds the weights that many single passes would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments
+from gradiend_dist.compat import CORRECTED, REFERENCE
+from gradiend_dist.demo import reflexive_data
+from gradiend_dist.gradients import ItemRows
+from gradiend_dist.pruning import pre_prune, sample_positions
+
+
+def trainer_for(model: Path, frames: Any, **options: Any) -> TextPredictionTrainer:
+    return TextPredictionTrainer(
+        str(model), data=frames, target_classes=["M", "F"], args=TrainingArguments(train_max_size=30, **options)
+    )
+
+
+@pytest.mark.parametrize("source", ["alternative", "diff"])
+@pytest.mark.parametrize("words", ["single", "several pieces"])
+def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
+    masked_lm: Path, feature_frames: Any, source: str, words: str
+) -> None:
+    """Fails if rows with more pieces weigh more, if the sign is dropped before the mean, or if ties go elsewhere."""
+    frames = feature_frames if words == "single" else reflexive_data()
+    trainer = trainer_for(masked_lm, frames, base_micro_batch_size=3)
+    bench = trainer.workbench
+    rows = bench.training_rows()
+    config = PrePruneConfig(n_samples=7, topk=0.013, source=source, seed=5)
+    base = bench.base_gradients(bench.space)
+    kept = pre_prune(base, rows, config, seed=0, behaviour=CORRECTED)
+    items = ItemRows(rows, bench.objective)
+    mean = torch.zeros(bench.space.size, dtype=torch.float64)
+    for position in sample_positions(rows, 7, 5, by_row_number=False):
+        mean += base.compute(items.item([position]), [source])[source].double()
+    expected = torch.topk(mean.abs(), len(kept)).indices.sort().values
+    assert len(kept) == -(-bench.space.size * 13 // 1000)
+    differing = set(kept.tolist()) ^ set(expected.tolist())
+    # Only entries that are as large as the smallest kept one, up to rounding, may change places.
+    edge = mean.abs()[expected].min()
+    assert all(abs(float(mean[i].abs() / edge) - 1) < 1e-4 for i in differing), differing
+
+
+def test_pre_prune__threshold_then_topk(masked_lm: Path, feature_frames: Any) -> None:
+    trainer = trainer_for(masked_lm, feature_frames)
+    bench = trainer.workbench
+    base = bench.base_gradients(bench.space)
+    item = ItemRows(bench.training_rows(), bench.objective).item(
+        sample_positions(bench.training_rows(), 4, 1, by_row_number=False), per_row_mean=True
+    )
+    importance = base.compute(item, ["alternative"])["alternative"].abs()
+    threshold = float(importance.quantile(0.9))
+    above = int((importance >= threshold).sum())
+    for topk, wanted in ((None, above), (0.5, -(-above // 2)), (10**9, above)):
+        config = PrePruneConfig(n_samples=4, topk=topk, threshold=threshold, seed=1)
+        kept = pre_prune(base, bench.training_rows(), config, seed=0, behaviour=CORRECTED)
+        assert len(kept) == wanted
+
+
+def test_sample__is_stratified_and_a_prefix_of_larger_ones() -> None:
+    rows = pd.DataFrame(
+        {"feature_class_id": [0] * 20 + [1] * 4 + [2] * 9, "label": [1.0] * 20 + [-1.0] * 4 + [0.0] * 9}
+    )
+    small = sample_positions(rows, 5, 3, by_row_number=False)
+    large = sample_positions(rows, 12, 3, by_row_number=False)
+    assert [sum(position < 20 for position in small), sum(20 <= position < 24 for position in small)] == [3, 2]
+    assert set(small) <= set(large)
+    assert sum(position < 20 for position in large) == 6
+    assert sorted(set(p for p in large if p >= 20)) == [20, 21, 22, 23]  # all of the small group, then drawn again
+
+
+def test_sample__of_the_reference_takes_row_numbers_as_places() -> None:
+    """Rows 0..3 of one direction become places 0..3 of an alternating schedule, so both directions come up."""
+    rows = pd.DataFrame({"feature_class_id": [0] * 6 + [1] * 6, "label": [1.0] * 6 + [-1.0] * 6})
+    ours = sample_positions(rows, 4, 0, by_row_number=False)
+    theirs = sample_positions(rows, 4, 0, by_row_number=True)
+    place_to_row = [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
+    assert theirs == [place_to_row[place] for place in ours]
+
+
+def test_count__is_exact_beyond_float32() -> None:
+    from gradiend_dist.model import count_to_keep
+
+    assert CORRECTED.topk_in_float32 is False and REFERENCE.topk_in_float32 is True
+    assert count_to_keep(1.0, 16_777_217) == 16_777_217
+    assert count_to_keep(1.0, 16_777_217, in_float32=True) == 16_777_216
+
+
+def test_after_pre_pruning__only_selected_weights_are_differentiated(masked_lm: Path, feature_frames: Any) -> None:
+    trainer = trainer_for(masked_lm, feature_frames, params=["*.layer.1.*"])
+    bench = trainer.workbench
+    space = bench.pre_pruned(PrePruneConfig(n_samples=4, topk=5, source="diff"), seed=0)
+    names = {weight.name for weight in space.active()}
+    assert 0 < len(names) <= 5 and all(".layer.1." in name for name in names)
+    base = bench.base_gradients(space)
+    assert {weight.name for weight, _, _ in base.weights} == names
