@@ -45,6 +45,25 @@ def is_model_directory(path: str | Path) -> bool:
     return config.is_file() and "architecture" in read_json(config)
 
 
+def base_model_of(path: str | Path) -> str:
+    """The base model that a saved GRADIEND model names."""
+    found = read_json(Path(path) / CONFIG).get("metadata", {}).get("base_model")
+    if found is None:
+        raise UserError(f"{Path(path) / CONFIG} does not name its base model: pass the base model itself.")
+    return str(found)
+
+
+def check_replaceable(path: Path) -> None:
+    """A model directory is replaced as a whole: what stands there must be one, its records, or nothing."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not path.is_dir() or not (is_model_directory(path) or (path / TRAINING).is_file()):
+        raise UserError(
+            f"{path} would be replaced by the trained model and holds something else: pass another output_dir or "
+            "experiment_dir, or remove it."
+        )
+
+
 def save_model(
     model: ModelWithGradiend,
     path: str | Path,
@@ -53,6 +72,7 @@ def save_model(
     with_tokenizer: bool = True,
 ) -> None:
     """Write a model directory; what stood there before stays until the new one is complete."""
+    check_replaceable(Path(path))
     with new_directory(Path(path)) as directory:
         save_file(
             {name: tensor.cpu().contiguous() for name, tensor in model.gradiend.state_dict().items()},
@@ -66,7 +86,17 @@ def save_model(
         if training is not None:
             write_json(directory / TRAINING, training)
         if with_tokenizer:
-            model.tokenizer.save_pretrained(str(directory / TOKENIZER))
+            _save_tokenizer(model.tokenizer, directory / TOKENIZER)
+
+
+def _save_tokenizer(tokenizer: Any, path: Path) -> None:
+    try:
+        tokenizer.save_pretrained(str(path))
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # The tokenizers library has no exception of its own: this is how it tells that the disk is full.
+        raise OSError(str(error)) from error
 
 
 def _config(model: ModelWithGradiend, mapping: dict[str, Any]) -> dict[str, Any]:
@@ -180,6 +210,8 @@ def load_gradiend(path: str | Path, **devices: Any) -> ParamMappedGradiendModel:
 
     path = Path(path)
     config = read_json(path / CONFIG)
+    if not config.keys() >= {"architecture", "mapping"}:
+        raise UserError(f"{path / CONFIG} has no architecture and mapping: it is damaged or no GRADIEND model.")
     architecture = config["architecture"]
     space = _load_space(path, config["mapping"])
     if space.size != architecture["input_dim"]:

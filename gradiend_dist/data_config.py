@@ -11,6 +11,7 @@ import pandas as pd
 
 from gradiend_dist.errors import UserError
 from gradiend_dist.splits import HELDOUT, GroupKey, Ratios, normalise_split
+from gradiend_dist.typecheck import fits
 
 SPLIT_COLUMN = "split"
 
@@ -86,6 +87,8 @@ class TextPredictionConfig:
             raise UserError(f"hf_subset={self.hf_subset!r} needs hf_dataset: name the hub dataset there.")
         if not self.mask_placeholder:
             raise UserError("mask_placeholder is empty: give the marker that stands in the sentences, e.g. '[MASK]'.")
+        if self.run_id is not None and (Path(self.run_id).is_absolute() or ".." in Path(self.run_id).parts):
+            raise UserError(f"run_id={self.run_id!r} leads out of experiment_dir: give the name of a directory in it.")
         self._check_classes()
         self._check_counts()
         self._check_splits()
@@ -101,6 +104,8 @@ class TextPredictionConfig:
         self._check_merging()
 
     def _check_merging(self) -> None:
+        if not fits(self.class_merge_map, dict[str, list[str]] | None):
+            raise UserError(f"class_merge_map={self.class_merge_map!r} must map a merged class to a list of classes.")
         bases = [base for members in (self.class_merge_map or {}).values() for base in members]
         repeated = [base for base, count in Counter(bases).items() if count > 1]
         if repeated:
@@ -120,10 +125,12 @@ class TextPredictionConfig:
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise UserError(f"{name}={value} must be at least 1.")
+        if self.random_state is not None and not 0 <= self.random_state < 2**32:
+            raise UserError(f"random_state={self.random_state} is not in [0, 2^32): give another.")
 
     def _check_splits(self) -> None:
         self.split_train_ratio, self.split_val_ratio, self.split_test_ratio = self._given_ratios()
-        if min(self.ratios) < 0 or abs(sum(self.ratios) - 1) > 1e-6:
+        if not (min(self.ratios) >= 0 and abs(sum(self.ratios) - 1) <= 1e-6):  # so that NaN is refused
             raise UserError(f"The shares of train, validation and test are {self.ratios}: they must add up to 1.")
         if self.split_col != HELDOUT and (self.split_group_col is not None or self.split_group_key is not None):
             raise UserError("split_group_col and split_group_key need split_col='heldout': set it, or leave them out.")

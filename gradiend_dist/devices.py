@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradiend_dist.arguments import TrainingArguments
 from gradiend_dist.errors import UserError
 
 
@@ -49,10 +50,22 @@ def place(
         "device_base_model": device_base_model,
     }
     chosen = [
-        _device(name, explicit or device or fallback, num_gpus)
+        _device(name if explicit else "device", explicit or device or fallback, num_gpus)
         for (name, explicit), fallback in zip(wanted.items(), default, strict=True)
     ]
     return Placement(*chosen)
+
+
+def placement_of(args: TrainingArguments) -> Placement:
+    """What these arguments ask for on this machine."""
+    return place(
+        torch.cuda.device_count(),
+        device=args.device,
+        device_encoder=args.device_encoder,
+        device_decoder=args.device_decoder,
+        device_base_model=args.device_base_model,
+        encoder_decoder_same_device=args.encoder_decoder_same_device,
+    )
 
 
 def _device(name: str, value: str, num_gpus: int) -> torch.device:
@@ -60,6 +73,8 @@ def _device(name: str, value: str, num_gpus: int) -> torch.device:
         device = torch.device(value)
     except RuntimeError as error:
         raise UserError(f"{name}={value} is not a device: pass e.g. cpu or cuda:0.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"{name}={value} is not supported: pass cpu or a CUDA device, e.g. cuda:0.")
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise UserError(f"{name}={value} does not exist, this machine shows {num_gpus} GPUs: pass another device.")
     return device

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gradiend_dist.files import explained
 from gradiend_dist.objectives import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
 from gradiend_dist.space import ParameterSpace, select_entries
 
@@ -36,6 +37,9 @@ LOSS_WEIGHTS = {"factual": (1.0, 0.0), "alternative": (0.0, 1.0), "diff": (1.0, 
 
 # float16 loses gradients below 6e-8; losses are scaled up by this and halved until everything is finite.
 FP16_SCALE = 2.0**14
+
+# Entries of a model's configuration that say where it comes from, not what it computes.
+WITHOUT_EFFECT = ("_name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -166,9 +170,10 @@ class BaseGradients:
     def _collecting(self) -> Iterator[None]:
         """Only the weights of the space want gradients, and each hands its own over when it is complete."""
         wanted = {id(parameter) for _, parameter, _ in self.weights}
-        before = [(p, p.requires_grad) for p in self.model.parameters()]
-        for parameter, _ in before:
+        before = [(p, p.requires_grad, p.grad) for p in self.model.parameters()]
+        for parameter, _, _ in before:
             parameter.requires_grad_(id(parameter) in wanted)
+            parameter.grad = None  # what a user left there would be added to the first gradient
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._collector(weight, indices))
             for weight, parameter, indices in self.weights
@@ -178,8 +183,9 @@ class BaseGradients:
         finally:
             for hook in hooks:
                 hook.remove()
-            for parameter, wanted_before in before:
+            for parameter, wanted_before, gradient_before in before:
                 parameter.requires_grad_(wanted_before)
+                parameter.grad = gradient_before
 
     def _collector(self, weight: Any, indices: Tensor | None) -> Any:
         def collect(parameter: Tensor) -> None:
@@ -261,11 +267,15 @@ class GradientStore:
 
     def _write(self, item_key: str, kind: str, vector: Tensor) -> None:
         path = self._path(item_key, kind)
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".partial")
         vector = vector.cpu()
-        save_file({"gradient": vector}, str(temporary), metadata={"sha256": checksum(vector)})
-        temporary.replace(path)
+        with explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                save_file({"gradient": vector}, str(temporary), metadata={"sha256": checksum(vector)})
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 class ItemRows:
@@ -342,8 +352,10 @@ def checksum(vector: Tensor) -> str:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Hash of names, dtypes and bytes of all weights: a fine-tuned copy is another model."""
-    digest = hashlib.sha256()
+    """Hash of the configuration and of names, dtypes and bytes of all weights: a fine-tuned copy is another model."""
+    config: Any = model.config
+    settings = sorted((key, repr(value)) for key, value in config.to_dict().items() if key not in WITHOUT_EFFECT)
+    digest = hashlib.sha256(repr(settings).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -74,6 +74,11 @@ class Plan:
                     [mine[i : i + self.items_per_batch] for i in range(0, len(mine), self.items_per_batch)],
                 )
 
+    def visited(self) -> list[int]:
+        """The items that training will see, each once: no later epoch sees one that the first does not."""
+        items = self.schedule.epoch(0)[: self.total_steps * self.items_per_batch * self.batches_per_step]
+        return list(dict.fromkeys(items))
+
     def visits_items_again(self) -> bool:
         return self.total_steps * self.items_per_batch * self.batches_per_step > len(self.schedule.batches)
 
@@ -187,6 +192,8 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train all runs to their ends. Their models then hold the last weights, their outputs the best ones."""
+        for number in self.plan.visited():
+            self._item(number)  # a row that cannot be tokenized is told now, not in the last epoch
         for run in self.runs:
             self._begin(run)
         if self.evaluation is not None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from gradiend_dist.arguments import ACTIVATIONS, GRADIENTS, PARTS, check_topk, require_choice
@@ -24,6 +25,7 @@ from gradiend_dist.devices import Placement, place
 from gradiend_dist.errors import UserError
 from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, Item
 from gradiend_dist.objectives import ClozeRow, Objective, choose_objective
+from gradiend_dist.readers import as_local_path
 from gradiend_dist.space import ParameterSpace
 
 _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
@@ -232,7 +234,8 @@ def select_entries_to_keep(
         assert importance is not None, "top k compares importances"
         keep = _largest(importance, keep, count_to_keep(topk, keep.numel(), in_float32=in_float32))
     if not keep.numel():
-        raise UserError("Pruning keeps nothing: lower the threshold, raise topk or widen the mask.")
+        found = "the mask is empty" if importance is None else f"the largest importance is {importance.max():.3g}"
+        raise UserError(f"Pruning with threshold={threshold} keeps nothing, {found}: lower it, or widen the mask.")
     return keep
 
 
@@ -517,25 +520,66 @@ def load_base_model(
     path: str, *, torch_dtype: str = "float32", trust_remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
     """The base model with the head it was built for, and its tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     from gradiend_dist.objectives import is_causal
 
+    config = load_base_config(path, trust_remote_code=trust_remote_code)
+    tokenizer = _load_tokenizer(path, trust_remote_code)
+    kind = AutoModelForCausalLM if is_causal(config, tokenizer) else AutoModelForMaskedLM
+    try:
+        model, report = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=getattr(torch, torch_dtype),
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+        )
+    except SafetensorError as error:
+        raise UserError(f"A weight file of model={path!r} is damaged ({error}): copy or download it again.") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
+    _require_all_weights(path, [*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])])
+    return model.eval(), tokenizer
+
+
+def load_base_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a base model that can be trained on."""
+    from transformers import AutoConfig
+
+    local = as_local_path(path, "model")
+    if local is not None and not (local / "config.json").is_file():
+        raise UserError(f"model={path!r} holds no config.json: pass the directory of a saved model, or a hub id.")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise UserError(f"model={path!r} is an encoder-decoder model: pass a masked or a causal one.")
-    kind = AutoModelForCausalLM if is_causal(config, tokenizer) else AutoModelForMaskedLM
+    return config
+
+
+def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
     try:
-        model = kind.from_pretrained(
-            path, config=config, dtype=getattr(torch, torch_dtype), trust_remote_code=trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged tokenizer.json gives any of them
+        raise UserError(f"The tokenizer of model={path!r} cannot be loaded: {first_line(error)}") from error
+    # Without any file of a tokenizer, transformers makes one that knows its special tokens and nothing else.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise UserError(f"model={path!r} has no tokenizer beside it: save the tokenizer in the same directory.")
+    return tokenizer
+
+
+def _require_all_weights(path: str, unset: list[str]) -> None:
+    """What a checkpoint lacks would be drawn at random, and its gradients would mean nothing."""
+    if unset:
+        raise UserError(
+            f"model={path!r} has no weight that fits {min(unset)} ({len(unset)} in all): pass a complete language "
+            "model whose config.json is its own."
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
-    return model.eval(), tokenizer
 
 
 def first_line(error: BaseException) -> str:

@@ -72,10 +72,12 @@ class MaskedObjective:
         if text.count(tokenizer.mask_token) == 1:
             text = text.replace(tokenizer.mask_token, " ".join([tokenizer.mask_token] * len(wanted)))
         encoded = tokenizer(text, return_special_tokens_mask=True)
+        if tokenizer.mask_token_id not in encoded["input_ids"]:
+            raise UserError(f"The text {template[:60]!r} has no mask after tokenization: check mask_placeholder.")
         ids = self._window(encoded["input_ids"], encoded["special_tokens_mask"])
         positions = [i for i, token in enumerate(ids) if token == tokenizer.mask_token_id]
         if not positions:
-            raise UserError(f"The text {template[:60]!r} has no mask after tokenization: check mask_placeholder.")
+            raise UserError(f"max_length={self.max_length} has no room for the blank of {template[:60]!r}: raise it.")
         labels = [wanted[min(i, len(wanted) - 1)] for i in range(len(positions))]
         return Cloze(tuple(ids), tuple(positions), tuple(labels))
 
@@ -85,9 +87,8 @@ class MaskedObjective:
             return ids
         mask = self.tokenizer.mask_token_id
         masks = [i for i, token in enumerate(ids) if token == mask]
-        masks_and_words = [0 if token == mask else flag for token, flag in zip(ids, special, strict=True)]
-        head = next((i for i, flag in enumerate(masks_and_words) if not flag), 0)
-        tail = next((i for i, flag in enumerate(reversed(masks_and_words)) if not flag), 0)
+        head = next((i for i, flag in enumerate(special) if not flag), 0)
+        tail = next((i for i, flag in enumerate(reversed(special)) if not flag), 0)
         room = self.max_length - head - tail
         body_start, body_stop = head, len(ids) - tail
         if masks and masks[-1] < self.max_length - tail:
@@ -113,13 +114,13 @@ class CausalObjective:
         prefix = template.split(self.mask_placeholder, 1)[0]
         if not word.strip() or not self.tokenizer(word, add_special_tokens=False)["input_ids"]:
             raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
-        return self._early(prefix, word) if self.label_early else self._following(prefix, word)
+        return self._early(prefix, word) if self.label_early else self._following(prefix, word, template)
 
-    def _following(self, prefix: str, word: str) -> Cloze:
+    def _following(self, prefix: str, word: str, template: str) -> Cloze:
         """Tokenize prefix and word together: the tokenizer decides how a word start looks (`Ġ`, `▁`, none)."""
         stem = prefix.rstrip()
-        context = self._without_end(self.tokenizer(stem)["input_ids"])
-        whole = self._without_end(self.tokenizer(prefix + word)["input_ids"])
+        context = self.tokenizer(stem)["input_ids"]
+        whole = self.tokenizer(prefix + word)["input_ids"]
         split = 0
         while split < min(len(context), len(whole) - 1) and context[split] == whole[split]:
             split += 1
@@ -128,15 +129,12 @@ class CausalObjective:
             split += 1
         if split == 0:
             raise UserError(
-                f"The text {prefix[:40] + self.mask_placeholder!r} has nothing before the blank for a causal model to "
-                "read: remove the row, or use a masked model."
+                f"The text {template[:60]!r} has nothing before the blank for a causal model to read: remove the row, "
+                "or use a masked model."
             )
         context, wanted = whole[:split], whole[split]
         start = max(0, split - self.max_length)  # the words next to the blank matter most
         return Cloze(tuple(context[start:]), (split - start - 1,), (wanted,))
-
-    def _without_end(self, ids: list[int]) -> list[int]:
-        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
 
     def _early(self, prefix: str, word: str) -> Cloze:
         """The reference: logits of the second-last prefix token are asked for the word."""
@@ -160,8 +158,10 @@ def choose_objective(
     name: str, model: nn.Module, tokenizer: Any, *, max_length: int, mask_placeholder: str, label_early: bool
 ) -> Objective:
     """`auto` follows the model: what it was built for decides, a mask token only where that is unknown."""
-    if name == "auto":
-        name = "clm_next_token" if is_causal(model.config, tokenizer) else "mlm_mask_token"
+    fitting = "clm_next_token" if is_causal(model.config, tokenizer) else "mlm_mask_token"
+    if name not in ("auto", fitting) and built_causal(model.config) is not None:
+        raise UserError(f"prediction_objective={name} does not fit this base model: pass auto or {fitting}.")
+    name = fitting if name == "auto" else name
     max_length = min(max_length, longest_input(model, tokenizer))
     if name == "mlm_mask_token":
         return MaskedObjective(tokenizer, max_length, mask_placeholder)
@@ -169,12 +169,18 @@ def choose_objective(
 
 
 def is_causal(config: Any, tokenizer: Any) -> bool:
+    built = built_causal(config)
+    return tokenizer.mask_token is None if built is None else built
+
+
+def built_causal(config: Any) -> bool | None:
+    """What the model was built for, where its configuration tells."""
     architectures = config.architectures or []
     if any(name.endswith("ForMaskedLM") for name in architectures):
         return False
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         return True
-    return tokenizer.mask_token is None
+    return None
 
 
 def longest_input(model: nn.Module, tokenizer: Any) -> int:

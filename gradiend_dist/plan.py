@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from gradiend_dist.arguments import TrainingArguments
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import count_to_keep, first_line
+from gradiend_dist.model import count_to_keep, first_line, load_base_config
 from gradiend_dist.space import ParameterSpace
 
 GIB = 2**30
@@ -74,13 +74,13 @@ def space_of(model: str, args: TrainingArguments) -> tuple[ParameterSpace, int]:
     """The parameter space from the model's configuration alone, and the number of all its weights."""
     from gradiend_dist.objectives import is_causal
 
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model={model!r} cannot be loaded: {first_line(error)}") from error
+    config = load_base_config(model, trust_remote_code=args.trust_remote_code)
     kind = AutoModelForCausalLM if is_causal(config, _NoTokenizer) else AutoModelForMaskedLM
-    with torch.device("meta"):
-        skeleton = kind.from_config(config, trust_remote_code=args.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            skeleton = kind.from_config(config, trust_remote_code=args.trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"model={model!r} is no language model that can be built: {first_line(error)}") from error
     return ParameterSpace.of_model(skeleton, args.params), sum(p.numel() for p in skeleton.parameters())
 
 
@@ -90,19 +90,19 @@ class _NoTokenizer:
     mask_token = "[MASK]"
 
 
-def check_output(path: Path, needed: int) -> None:
-    """The directory can be made and written to, and the disk has room for what will be in it."""
+def check_output(name: str, path: Path, needed: int) -> None:
+    """The directory of argument `name` can be made and written to, and the disk has room for what will be in it."""
     existing = path
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise UserError(f"{path} cannot be a directory, {existing} is a file: pass another experiment_dir.")
+        raise UserError(f"{name}={path} cannot be a directory, {existing} is a file: pass another {name}.")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{existing} cannot be written to: pass another experiment_dir, or change its permissions.")
+        raise UserError(f"{name}={path}: {existing} cannot be written to: pass another one, or change its permissions.")
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
-            f"{path} needs {gib(needed)} on disk, {gib(free)} are free: free some, pass another experiment_dir, or "
+            f"{name}={path} needs {gib(needed)} on disk, {gib(free)} are free: free some, pass another {name}, or "
             "prune with pre_prune_config."
         )
 

@@ -309,14 +309,20 @@ def _finish_axes(axes: Axes) -> None:
 def _image_path(output: str | Path, img_format: str | None) -> tuple[Path, str]:
     """Where the figure goes and in which format."""
     formats = _supported_formats()
-    if img_format is not None and img_format.lower().lstrip(".") not in formats:
-        raise UserError(f"img_format={img_format!r} cannot be written: choose one of {', '.join(sorted(formats))}.")
+    if img_format is not None:
+        check_format(img_format)
     path = Path(output)
     suffix = path.suffix.lower().lstrip(".")
     # "run.v1" ends in a name, not in a format: only a known format is taken for a suffix.
     stem = path.with_suffix("") if suffix in formats else path
     chosen = img_format.lower().lstrip(".") if img_format is not None else (suffix if suffix in formats else "png")
     return (path if chosen == suffix else stem.with_name(f"{stem.name}.{chosen}")), chosen
+
+
+def check_format(img_format: str) -> None:
+    formats = _supported_formats()
+    if img_format.lower().lstrip(".") not in formats:
+        raise UserError(f"img_format={img_format!r} cannot be written: choose one of {', '.join(sorted(formats))}.")
 
 
 def _supported_formats() -> Mapping[str, str]:

@@ -32,7 +32,10 @@ def pre_prune(
     item = ItemRows(rows, base.objective).item(positions, per_row_mean=True)
     importance = base.compute(item, [config.source])[config.source].abs_().cpu()
     if not bool(importance.isfinite().all()):
-        raise UserError(f"The gradient of the pre-prune examples is not finite ({item.name}): check these rows.")
+        raise UserError(
+            f"The gradient of the pre-prune examples is not finite ({item.name}): check the base model's weights and "
+            "these rows."
+        )
     keep = select_entries_to_keep(
         base.space.size,
         threshold=config.threshold,

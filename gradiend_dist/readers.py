@@ -61,8 +61,8 @@ def read_table(path: Path, *, as_text: bool = True) -> pd.DataFrame:
         return _read_json_lines(path)
     try:
         return pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""]) if as_text else pd.read_csv(path)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
-        raise UserError(f"{str(path)!r} is not a csv file: {error}.") from error
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{str(path)!r} is not a csv file: {str(error).strip()}.") from error
 
 
 def _read_parquet(path: Path) -> pd.DataFrame:
@@ -70,11 +70,20 @@ def _read_parquet(path: Path) -> pd.DataFrame:
         return pd.read_parquet(path)
     except ImportError as error:
         raise UserError(f"Reading {str(path)!r} needs pyarrow: pip install pyarrow.") from error
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise UserError(f"{str(path)!r} is not a parquet file: {error}") from error
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{str(path)!r} cannot be read as UTF-8 text: {error}.") from error
 
 
 def _read_json_lines(path: Path) -> pd.DataFrame:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if line.strip():
             rows.append(_json_object(line, f"{str(path)!r}, line {number}"))
     return pd.DataFrame(rows)
@@ -242,7 +251,7 @@ def _neutral_texts(value: pd.DataFrame | Sequence[str] | str | Path, trust_remot
         if path is None:
             return _text_column(_hub_train_split(str(value), trust_remote_code))
         if path.suffix.lower() == ".txt":
-            return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return [line for line in _lines(path) if line.strip()]
         return _text_column(read_table(path))
     return _text_column(value) if isinstance(value, pd.DataFrame) else list(value)
 

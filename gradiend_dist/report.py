@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradiend_dist.devices import place
+from gradiend_dist.devices import placement_of
 from gradiend_dist.files import read_json
 from gradiend_dist.loop import Plan
 from gradiend_dist.schedule import cap_per_group, make_schedule
@@ -18,22 +18,13 @@ if TYPE_CHECKING:
 
 def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
     """What `--dry_run` shows."""
-    import torch
-
     from gradiend_dist.workbench import free_bytes
 
     args, data = trainer.args, trainer.data
     rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
     schedule = make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=args.behaviour.reference_data)
     steps = Plan.of(args, schedule)
-    placement = place(
-        torch.cuda.device_count(),
-        device=args.device,
-        device_encoder=args.device_encoder,
-        device_decoder=args.device_decoder,
-        device_base_model=args.device_base_model,
-        encoder_decoder_same_device=args.encoder_decoder_same_device,
-    )
+    placement = placement_of(args)
     from gradiend_dist.plan import gib
 
     lines = [

@@ -87,7 +87,7 @@ def _judge_correlation(
     threshold = args.convergent_score_threshold
     assert threshold is not None, "TrainingArguments sets a threshold for the correlation"
     min_abs_mean = min((abs(mean) for mean in means), default=None)
-    mean_threshold = args.convergent_mean_by_class_threshold
+    mean_threshold = _mean_threshold(args)
     if not best["global_step"]:
         return Verdict(False, correlation, min_abs_mean, "no trained step was evaluated as best")
     score = correlation if signed else abs(correlation)
@@ -99,6 +99,11 @@ def _judge_correlation(
         reason = f"a target class has mean encoding {min_abs_mean:.3f}, below {mean_threshold}"
         return Verdict(False, correlation, min_abs_mean, reason)
     return Verdict(True, correlation, min_abs_mean, f"correlation {correlation:.4f}")
+
+
+def _mean_threshold(args: TrainingArguments) -> float | None:
+    """The threshold in force: a loss has no class means."""
+    return None if args.convergent_metric == "loss" else args.convergent_mean_by_class_threshold
 
 
 def enough(results: list[SeedResult], args: TrainingArguments) -> str | None:
@@ -145,7 +150,7 @@ def seed_report(results: list[SeedResult], args: TrainingArguments, early_stop_r
     return {
         "convergence_metric": args.convergent_metric,
         "threshold": args.convergent_score_threshold,
-        "convergent_mean_by_class_threshold": args.convergent_mean_by_class_threshold,
+        "convergent_mean_by_class_threshold": _mean_threshold(args),
         "min_convergent_seeds": args.min_convergent_seeds,
         "max_seeds": args.max_seeds,
         "seeds_tried": [result.seed for result in results],
@@ -172,7 +177,7 @@ def _report_entry(result: SeedResult, args: TrainingArguments) -> dict[str, Any]
         "convergence_metric_value": result.verdict.metric_value,
         "best_checkpoint_global_step": result.record["best_score_checkpoint"]["global_step"],
         "threshold": args.convergent_score_threshold,
-        "convergent_mean_by_class_threshold": args.convergent_mean_by_class_threshold,
+        "convergent_mean_by_class_threshold": _mean_threshold(args),
         "convergent_min_target_class_abs_mean": result.verdict.min_abs_mean,
         "converged": result.verdict.converged,
         "convergence_reason": result.verdict.reason,
@@ -191,7 +196,7 @@ def convergence_info(verdicts: list[Verdict], args: TrainingArguments, verdict: 
         "min_convergent_seeds": args.min_convergent_seeds,
         "convergence_metric": args.convergent_metric,
         "threshold": args.convergent_score_threshold,
-        "convergent_mean_by_class_threshold": args.convergent_mean_by_class_threshold,
+        "convergent_mean_by_class_threshold": _mean_threshold(args),
         "convergent_min_target_class_abs_mean": verdict.min_abs_mean,
     }
 
@@ -200,11 +205,6 @@ def topk_stability(results: list[SeedResult], args: TrainingArguments) -> dict[s
     """How far the converged seeds agree on the most important weights; None where fewer than two were asked for."""
     converged = [result for result in results if result.verdict.converged]
     if args.seed_stability_topk is None or (args.min_convergent_seeds or 0) < 2 or len(converged) < 2:
-        if args.analyze_seed_stability:
-            raise UserError(
-                f"analyze_seed_stability needs two converged seeds, {len(converged)} converged of "
-                f"min_convergent_seeds={args.min_convergent_seeds}: raise max_seeds and min_convergent_seeds."
-            )
         return None
     top = {}
     for result in converged:
@@ -288,9 +288,14 @@ def strip_model(path: Path) -> None:
 
 
 def check_convergence(results: list[SeedResult], args: TrainingArguments) -> None:
-    """Tell, or fail if asked to, when fewer seeds converged than required."""
+    """Tell, or fail if asked to, when fewer seeds converged than required; the best one is promoted by then."""
     required = args.min_convergent_seeds
     count = sum(result.verdict.converged for result in results)
+    if args.analyze_seed_stability and count < 2:
+        raise UserError(
+            f"analyze_seed_stability needs two converged seeds and {count} of {len(results)} converged: raise "
+            "max_seeds, or try another learning_rate or more steps."
+        )
     if required is None or count >= required:
         return
     reasons = "; ".join(f"seed {r.seed}: {r.verdict.reason}" for r in results if not r.verdict.converged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import os
 import subprocess
@@ -10,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+from transformers import TrainerCallback, TrainerState
 
 from gradiend_dist import arguments
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, help_field
@@ -20,6 +22,10 @@ from gradiend_dist.command_line import CommandParser
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
 from gradiend_dist.files import jsonable, write_text
+from gradiend_dist.typecheck import check_types
+
+if TYPE_CHECKING:
+    from gradiend_dist.trainer import TextPredictionTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +123,9 @@ def parse(argv: Sequence[str]) -> Command:
             values[name] = arguments.from_mapping(kind, values[name], name)
     feature_names = {item.name for item in dataclasses.fields(FeatureOptions)}
     training_names = {item.name for item in dataclasses.fields(TrainingArguments)}
-    config = TextPredictionConfig(**{name: value for name, value in values.items() if name in feature_names})
+    feature = {name: value for name, value in values.items() if name in feature_names}
+    check_types(FeatureOptions(**feature))
+    config = TextPredictionConfig(**feature)
     args = TrainingArguments(**{name: value for name, value in values.items() if name in training_names})
     return Command(model, config, args, bool(values["dry_run"]))
 
@@ -125,33 +133,45 @@ def parse(argv: Sequence[str]) -> Command:
 def run(command: Command) -> int:
     from gradiend_dist import report
     from gradiend_dist.plan import check_output, forecast, space_of
-    from gradiend_dist.trainer import TextPredictionTrainer, check_before_training
+    from gradiend_dist.plots import check_format
+    from gradiend_dist.trainer import TextPredictionTrainer
 
     trainer = TextPredictionTrainer(command.model, config=command.config, args=command.args)
-    check_before_training(trainer.args, trainer.data)
+    draws = importlib.util.find_spec("matplotlib") is not None
+    if draws:
+        check_format(trainer.config.img_format)
+    trainer.check()
     space, num_weights = space_of(trainer.base_model_name, trainer.args)
     needs = forecast(trainer.args, space, num_weights)
-    check_output(trainer.experiment_dir or trainer.model_path, needs.disk)
+    for name, path in output_paths(trainer).items():
+        check_output(name, path, needs.disk)
     if command.dry_run:
         print(report.plan(trainer, needs))
         return 0
-    if trainer.experiment_dir is not None:
-        write_text(trainer.experiment_dir / CONFIG_FILE, resolved(command))
-    trainer.train()
-    plot = _plot(trainer)
+    trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
+    plot = trainer.plot_training_convergence() if draws else None
+    if not draws:
+        logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
     print(report.results(trainer, plot))
     return 0
 
 
-def _plot(trainer: Any) -> Path | None:
-    """The convergence plot, where matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
-        return None
-    path: Path = trainer.plot_training_convergence()
-    return path
+def output_paths(trainer: TextPredictionTrainer) -> dict[str, Path]:
+    """Where a run will write, by the argument that says so."""
+    given = {"output_dir": trainer.args.output_dir, "seed_runs_dir": trainer.args.seed_runs_dir}
+    paths = {name: Path(value) for name, value in given.items() if value is not None}
+    return {"experiment_dir": trainer.experiment_dir or trainer.model_path, **paths}
+
+
+class KeepConfig(TrainerCallback):
+    """Writes the configuration when the first step begins: a run that is refused before that leaves nothing behind."""
+
+    def __init__(self, directory: Path | None, text: str) -> None:
+        self.directory, self.text = directory, text
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if self.directory is not None and state.global_step == 0:
+            write_text(self.directory / CONFIG_FILE, self.text)
 
 
 def resolved(command: Command) -> str:
@@ -187,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # what matters of its load report is an error of ours
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(
@@ -196,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         if is_first:
-            print(f"gradiend-dist train: error: {error}", file=sys.stderr)
+            print(f"gradiend-dist train: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("gradiend-dist train: interrupted; finished seeds are reused with --use_cache true", file=sys.stderr)

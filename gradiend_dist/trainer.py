@@ -17,9 +17,18 @@ from transformers import TrainerCallback
 
 from gradiend_dist import cache, seeds
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, from_mapping, require
-from gradiend_dist.checkpoint import TRAINING, is_model_directory, load_gradiend, save_model
+from gradiend_dist.checkpoint import (
+    TRAINING,
+    base_model_of,
+    check_replaceable,
+    is_model_directory,
+    load_gradiend,
+    save_model,
+)
 from gradiend_dist.data import FeatureData, TextPredictionConfig, load_feature_data
+from gradiend_dist.devices import placement_of
 from gradiend_dist.engines import StepOptions
+from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.engines.placed import PlacedEngine
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.encoder import EncoderEvaluation, encode_items
@@ -29,7 +38,7 @@ from gradiend_dist.files import explained, read_json, write_json
 from gradiend_dist.gradients import ItemRows
 from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, own_copies
 from gradiend_dist.model import ModelWithGradiend
-from gradiend_dist.schedule import make_schedule
+from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.seeds import SeedResult
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.workbench import Workbench
@@ -131,9 +140,7 @@ class TextPredictionTrainer:
     def base_model_name(self) -> str:
         if isinstance(self.model, ModelWithGradiend):
             return self.model.name_or_path
-        if is_model_directory(self.model):
-            return str(read_json(Path(self.model) / "config.json")["metadata"]["base_model"])
-        return self.model
+        return base_model_of(self.model) if is_model_directory(self.model) else self.model
 
     # --- what is learnt
 
@@ -186,7 +193,7 @@ class TextPredictionTrainer:
             overrides["output_dir"] = output_dir
         if overrides:
             self._override(overrides)
-        check_before_training(self.args, self.data)
+        self.check()
         self._trained = None
         wanted = cache.fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
         if cache.reusable(self.model_path, wanted, self.args.use_cache):
@@ -196,6 +203,13 @@ class TextPredictionTrainer:
         self._finish(results, early_stop_reason)
         seeds.check_convergence(results, self.args)
         return self
+
+    def check(self) -> None:
+        """Raise for all that is wrong and can be known before a weight is loaded; nothing is written."""
+        check_before_training(self.args, self.data)
+        seed_paths = [self._seed_path(self.args.first_seed + i) for i in range(self.args.max_seeds)]
+        for path in (self.model_path, *seed_paths):
+            check_replaceable(path)
 
     def _override(self, overrides: dict[str, Any]) -> None:
         names = [item.name for item in dataclasses.fields(self.args)]
@@ -301,6 +315,8 @@ class TextPredictionTrainer:
         """Train these seeds on one stream of gradients; their outputs are complete afterwards."""
         bench, args = self.workbench, self.args
         space = self._space(group[0])
+        if args.post_prune_config is not None:
+            check_mask(args.post_prune_config, space)
         evaluation = None
         if args.evaluates:
             max_size = args.encoder_eval_train_max_size or args.encoder_eval_max_size
@@ -330,12 +346,13 @@ class TextPredictionTrainer:
         model = run.model
         if self.args.save_only_best and run.best.saved:
             model = self.workbench.wrap(load_gradiend(run.best_path, **self._devices()))
-            with explained(run.best_path):
-                shutil.rmtree(run.best_path)
         if self.args.post_prune_config is not None:
             post_prune(model, self.args.post_prune_config)
             record["cache_fingerprint"]["gradiend_input_dim"] = len(model)
         save_model(model, run.output, training=record)
+        if self.args.save_only_best and run.best.saved:  # only now: a full disk must not cost the trained weights
+            with explained(run.best_path):
+                shutil.rmtree(run.best_path)
         if self.args.delete_models:
             self._delete_intermediate(run.output)
         self._trained = model
@@ -578,12 +595,28 @@ class TextPredictionTrainer:
 
 def check_before_training(args: TrainingArguments, data: FeatureData) -> None:
     """What can be known before any weight is loaded."""
-    require("train" in data.splits(), f"The data has no rows of the split train (it has {', '.join(data.splits())}).")
+    splits = ", ".join(data.splits())
+    require("train" in data.splits(), f"The data has no rows of the split train, it has {splits}: name one train.")
     if args.evaluates and args.evaluate_fn is None and data.evaluation_split() == "train":
         raise UserError(
-            "do_eval needs rows of the split validation or test and the data has only train: add them, set "
+            f"do_eval needs rows of the split validation or test and the data has {splits}: add them, set "
             "split_col=None for a random split, or pass do_eval=False."
         )
+    placement_of(args)
+    if args.optim == "adamw_8bit":
+        import_bitsandbytes()
+    rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
+    make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=args.behaviour.reference_data)
+
+
+def check_mask(config: PostPruneConfig, space: ParameterSpace) -> None:
+    """A mask over another space would be found out only when training is over."""
+    mask = config.mask
+    require(
+        mask is None or len(mask) == space.size,
+        f"post_prune_config.mask has {0 if mask is None else len(mask)} entries and the trained space {space.size}: "
+        "pass as many.",
+    )
 
 
 def post_prune(model: ModelWithGradiend, config: PostPruneConfig) -> None:

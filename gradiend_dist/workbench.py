@@ -14,7 +14,7 @@ from torch import nn
 
 from gradiend_dist.arguments import PrePruneConfig, TrainingArguments
 from gradiend_dist.data import FeatureData
-from gradiend_dist.devices import Placement, place
+from gradiend_dist.devices import Placement, placement_of
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, store_directory
 from gradiend_dist.model import GradiendModel, ModelWithGradiend, ParamMappedGradiendModel, load_base_model
@@ -50,14 +50,7 @@ class Workbench:
         cls, args: TrainingArguments, data: FeatureData, model: str | ModelWithGradiend, cache_dir: Path | None
     ) -> Workbench:
         """Load the base model (or take the given one) and put it where it belongs."""
-        placement = place(
-            torch.cuda.device_count(),
-            device=args.device,
-            device_encoder=args.device_encoder,
-            device_decoder=args.device_decoder,
-            device_base_model=args.device_base_model,
-            encoder_decoder_same_device=args.encoder_decoder_same_device,
-        )
+        placement = placement_of(args)
         logger.info("one process: %s", placement)
         if isinstance(model, ModelWithGradiend):
             base_model, tokenizer, space = model.base_model, model.tokenizer, model.gradiend.space

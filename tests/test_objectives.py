@@ -73,9 +73,11 @@ def test_masked__rows_of_words_of_one_length_share_their_input():
     assert ClozeRow(he, she).shares_input and not ClozeRow(he, she).is_identity
     assert not ClozeRow(he, herself).shares_input
     assert ClozeRow(he, he).is_identity and ClozeRow(he, he).shares_input
+    one = Cloze((1, 2, 3), (1,), (4,))
+    assert not one.same_input(Cloze((1, 9, 3), (1,), (4,))) and not one.same_input(Cloze((1, 2, 3), (2,), (4,)))
 
 
-@pytest.mark.parametrize("max_length", [9, 10, 40])
+@pytest.mark.parametrize("max_length", [5, 6, 9, 40])
 @pytest.mark.parametrize("word", ["he", "themselves"])
 @pytest.mark.parametrize("unknown", [False, True])
 def test_masked__a_long_row_keeps_the_blank_the_ends_and_the_words_around_it(max_length, word, unknown):

@@ -83,7 +83,7 @@ class EightBitAdam(Optimizer):
     can_be_cut = False
 
     def __init__(self, options: StepOptions, weights: list[Tensor]) -> None:
-        bitsandbytes = _import_bitsandbytes()
+        bitsandbytes = import_bitsandbytes()
         self.options = options
         self.weights = [torch.nn.Parameter(weight) for weight in weights]
         self.optimizer: Any = bitsandbytes.optim.AdamW8bit(
@@ -118,7 +118,7 @@ class EightBitAdam(Optimizer):
             state["state1"].copy_(negated[state["state1"].long()])
 
 
-def _import_bitsandbytes() -> Any:
+def import_bitsandbytes() -> Any:
     try:
         import bitsandbytes
     except ImportError as error:

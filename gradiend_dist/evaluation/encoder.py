@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradiend_dist.data import FeatureData
+from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.metrics import encoder_metrics, encoding_rows
 from gradiend_dist.gradients import GradientSource, Item, ItemRows
 from gradiend_dist.model import GradiendModel
@@ -110,4 +111,17 @@ def encode_items(
     else:
         vectors = (gradients.get(item, [kind], keep=keep)[kind] for item in items)
         encoded = torch.stack([encoder.encode(vector.unsqueeze(0)).squeeze(0) for vector in vectors])
-    return encoded.double().cpu().numpy()
+    values = encoded.double().cpu().numpy()
+    finite = np.isfinite(values).all(axis=1)
+    _require_finite_gradients(gradients, [item for item, fine in zip(items, finite, strict=True) if not fine], kind)
+    return values
+
+
+def _require_finite_gradients(gradients: GradientSource, suspects: Sequence[Item], kind: str) -> None:
+    """An encoding that is not finite is the base model's doing if the gradient is not; if it is, the encoder's."""
+    for item in suspects:
+        if not bool(gradients.get(item, [kind], keep=False)[kind].isfinite().all()):
+            raise UserError(
+                f"The base model's gradient of {item.name} is not finite: check the model's weights and this row, or "
+                "leave out fp16 if it is set."
+            )

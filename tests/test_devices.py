@@ -1,0 +1,73 @@
+"""Where encoder, decoder and base model go: the documented table, and what a user may override."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradiend_dist.devices import place
+from gradiend_dist.errors import UserError
+
+TABLE = {
+    0: ("cpu", "cpu", "cpu"),
+    1: ("cuda:0", "cuda:0", "cuda:0"),
+    2: ("cuda:0", "cuda:1", "cuda:0"),
+    3: ("cuda:0", "cuda:1", "cuda:2"),
+    4: ("cuda:0", "cuda:1", "cuda:2"),
+    8: ("cuda:0", "cuda:1", "cuda:2"),
+}
+
+
+def devices(num_gpus: int, **options: object) -> tuple[str, str, str]:
+    found = place(num_gpus, **options)  # type: ignore[arg-type]
+    return str(found.encoder), str(found.decoder), str(found.base_model)
+
+
+@pytest.mark.parametrize("num_gpus", TABLE)
+def test_place__follows_the_documented_table(num_gpus):
+    assert devices(num_gpus) == TABLE[num_gpus]
+
+
+@pytest.mark.parametrize("num_gpus", TABLE)
+def test_place__keeps_encoder_and_decoder_together_where_asked(num_gpus):
+    expected = ("cuda:0", "cuda:0", "cuda:1") if num_gpus > 1 else TABLE[num_gpus]
+    assert devices(num_gpus, encoder_decoder_same_device=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"device": "cpu"}, ("cpu", "cpu", "cpu")),
+        ({"device": "cuda:3"}, ("cuda:3", "cuda:3", "cuda:3")),
+        ({"device_encoder": "cuda:3"}, ("cuda:3", "cuda:1", "cuda:2")),
+        ({"device_decoder": "cpu"}, ("cuda:0", "cpu", "cuda:2")),
+        ({"device_base_model": "cuda:1"}, ("cuda:0", "cuda:1", "cuda:1")),
+        ({"device": "cpu", "device_base_model": "cuda:3"}, ("cpu", "cpu", "cuda:3")),
+        ({"device_decoder": "cuda:3", "encoder_decoder_same_device": True}, ("cuda:0", "cuda:3", "cuda:1")),
+    ],
+)
+def test_place__explicit_devices_win_over_device_and_device_over_the_table(options, expected):
+    assert devices(4, **options) == expected
+
+
+@pytest.mark.parametrize("name", ["device_encoder", "device_decoder", "device_base_model"])
+@pytest.mark.parametrize(("num_gpus", "value"), [(0, "cuda"), (0, "cuda:0"), (2, "cuda:2")])
+def test_place__a_gpu_that_is_not_there_is_named(name, num_gpus, value):
+    with pytest.raises(UserError, match=f"{name}={value} does not exist, this machine shows {num_gpus} GPUs"):
+        place(num_gpus, **{name: value})
+
+
+@pytest.mark.parametrize("value", ["gpu", "cuda:x", "cuda:-1"])
+def test_place__what_is_no_device_is_named(value):
+    with pytest.raises(UserError, match=f"device_encoder={value} is not a device"):
+        place(2, device_encoder=value)
+
+
+@pytest.mark.parametrize("value", ["cuda:7", "gpu"])
+def test_place__a_wrong_device_for_all_is_named_as_device(value):
+    """Fails if the message names an argument that the user did not pass."""
+    with pytest.raises(UserError, match=f"^device={value}"):
+        place(2, device=value)
+
+
+def test_place__says_what_is_where():
+    assert str(place(3)) == "encoder on cuda:0, decoder on cuda:1, base model on cuda:2"
