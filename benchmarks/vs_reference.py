@@ -57,13 +57,13 @@ class Workload:
         return self.steps // self.epochs * BATCH_SIZE
 
     def reduced(self) -> Workload:
-        return dataclasses.replace(self, steps=10, epochs=2, eval_rows=8)
+        return dataclasses.replace(self, steps=10, epochs=1, eval_rows=8)
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("standard-4M", 128, 2, (10, 20), pruned=True, steps=50, epochs=2, expected=40),
+        Workload("standard-4M", 128, 2, (10, 20), pruned=True, steps=60, epochs=2, expected=40),
         Workload("unpruned-4M", 128, 2, (10, 20), pruned=False, steps=40, epochs=1, expected=15),
         Workload("unpruned-30M", 512, 4, (10, 20), pruned=False, steps=20, epochs=1, expected=8),
         Workload("standard-256", 128, 2, (254, 254), pruned=True, steps=20, epochs=2, expected=4, eval_rows=20),

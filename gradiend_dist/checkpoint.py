@@ -11,6 +11,8 @@ tokenizer/                   the tokenizer it was trained with (ours; the refere
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,13 +92,10 @@ def save_model(
 
 
 def _save_tokenizer(tokenizer: Any, path: Path) -> None:
-    try:
-        tokenizer.save_pretrained(str(path))
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        # The tokenizers library has no exception of its own: this is how it tells that the disk is full.
-        raise OSError(str(error)) from error
+    """By way of a temporary directory: the tokenizers library tells a full disk by a bare Exception, a copy by OSError."""
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer.save_pretrained(temporary)
+        shutil.copytree(temporary, path)
 
 
 def _config(model: ModelWithGradiend, mapping: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 `REFERENCE` is what `compat="gradiend-0.2"` means: the reference's numbers, its defects included. `CORRECTED` is the
 default. The code asks the run's `Behaviour` at each of these places and nowhere else, so this list is complete.
+A `seed` that is left out is 0, the default there; what its explicit seed=None draws differs from run to run.
 """
 
 from __future__ import annotations
@@ -42,20 +43,24 @@ class Behaviour:
 
     evaluation_by_class: bool
     """An evaluation of factual gradients alternates between classes by name, not between directions, and without
-    encoder_eval_balance a cap still counts for each direction. Corrected: directions alternate; then one cap for all."""
+    encoder_eval_balance a cap counts for each direction. Corrected: directions alternate; without balance one cap."""
 
     differences_unevaluated: bool
-    """An evaluation with source=diff fails and is passed over, so the last model is kept. Corrected: it is evaluated."""
+    """An evaluation with source=diff fails and is passed over, so the last model is kept. Corrected: it succeeds."""
 
     reference_neutral: bool
-    """A neutral row hides a token as the tokenizer spells it (`##ing`), which is then read as other tokens, and may hide
-    a piece of a target word or a word of another class; repeated rows count again, a cap counts for all rows together,
-    and neutral texts come with every split. Corrected: exactly one token is hidden, of no class's words; each text
-    counts once and all count; with the test split."""
+    """A neutral row hides a token as the tokenizer spells it (`##ing`), which is then read as other tokens, and may
+    hide a piece of a target word or a word of another class; repeated rows count again, a cap counts for all rows
+    together, and neutral texts come with every split. Corrected: exactly one token is hidden, of no class's words;
+    every text counts, once; with the test split."""
 
     signed_convergence: bool
     """Among several seeds one with correlation -0.9 did not converge; alone it did. Corrected: both did, unless
     normalize_gradiend should have turned it."""
+
+    supervised_decoder_factual: bool
+    """A supervised decoder learns from the label of the factual word also with source=alternative, so that its sign is
+    opposite to an encoder's. Corrected: from the label of the word whose gradient is the source."""
 
     one_converged_is_enough: bool
     """training.json says converged if one seed did, whatever min_convergent_seeds. Corrected: if that many did."""
@@ -84,6 +89,7 @@ REFERENCE = Behaviour(
     differences_unevaluated=True,
     reference_neutral=True,
     signed_convergence=True,
+    supervised_decoder_factual=True,
     one_converged_is_enough=True,
     loss_only_supervised=True,
     mean_threshold_always=True,
@@ -103,6 +109,7 @@ CORRECTED = Behaviour(
     differences_unevaluated=False,
     reference_neutral=False,
     signed_convergence=False,
+    supervised_decoder_factual=False,
     one_converged_is_enough=False,
     loss_only_supervised=False,
     mean_threshold_always=False,

@@ -4,7 +4,7 @@
 
 Everything is generated, nothing is downloaded. A sentence is
 
-    opener + subject + middle + target word + ending          "Last night | the king | knew that | he | would win."
+    opener + subject + middle + target word + ending          "Last night | the king | knew | he | would win."
 
 where the subject alone decides the word: it stands before the word, so that a causal model can know, and no verb agrees
 with its number. Subjects and endings are dealt to train, validation and test. A row of a split takes both from that
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -155,21 +155,22 @@ BPE_VOCAB_SIZE = 1000
 NUM_HEADS = 4
 BATCH_SIZE = 32
 PRETRAIN_LEARNING_RATE = 3e-3
-# Enough to know the word, and no more. A longer training makes the model surer without end; then the gradients of "he"
-# and "she" agree more than they differ (cosine from -0.7 at 500 steps to -0.1 at 800), and GRADIEND finds no axis.
+# Enough to know the word, and no more: longer training makes the model only surer. Then the gradients of "he" and of
+# "she" no longer point opposite ways (masked: cosine about -0.7 at 500 steps, -0.2 at 800), and a GRADIEND that starts
+# from random weights often ends with both classes on one side.
 PRETRAIN_STEPS: dict[Kind, int] = {"masked": 500, "causal": 300}
 HIDE_TARGET = 0.8  # share of the rows in whose pre-training the target word is masked
 HIDE_ANY = 0.15  # share of the tokens masked in the other rows
 IGNORED = -100  # the label that no loss counts
 
 # The run that run.yaml describes.
-RUN = {
+RUN: dict[str, Any] = {
     "target_classes": ["M", "F"],
     "add_identity_for_other_classes": True,
     "train_batch_size": 8,
-    "max_steps": 100,
-    "eval_steps": 25,
-    "learning_rate": 1e-4,
+    "max_steps": 250,
+    "eval_steps": 50,
+    "learning_rate": 3e-4,
     "max_seeds": 3,
     "min_convergent_seeds": None,
     "pre_prune_config": {"n_samples": 16, "topk": 0.1, "source": "diff"},

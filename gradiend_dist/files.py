@@ -24,6 +24,8 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        if isinstance(error, shutil.Error):  # a list of what happened to each file of a copy
+            reason = str(error.args[0][0][2])
         raise UserError(f"{path} cannot be written ({reason}): free space or pass another directory.") from error
 
 

@@ -275,7 +275,8 @@ class TrainingLoop:
     def _label(self, number: int) -> float:
         """The class of the token that the encoder sees, as +1, -1 or 0."""
         label = float(self.rows.labels[int(self.plan.schedule.batches[number][0])])
-        return -label if self.args.source == "alternative" else label
+        factual = self.args.supervised_decoder and self.args.behaviour.supervised_decoder_factual
+        return -label if self.args.source == "alternative" and not factual else label
 
     def _after_step(self, run: SeedRun, step: int, epoch: int) -> None:
         last = step == self.plan.total_steps

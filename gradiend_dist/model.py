@@ -219,6 +219,8 @@ def select_entries_to_keep(
     Ties at the k-th place go to the lowest positions. `in_float32` rounds k as the reference does.
     """
     check_topk("topk", topk)
+    if importance is not None and importance.shape != (num_entries,):
+        raise UserError(f"importance has shape {tuple(importance.shape)}: pass one of shape ({num_entries},).")
     keep = torch.arange(num_entries)
     if mask is not None:
         if mask.dtype != torch.bool or mask.shape != (num_entries,):

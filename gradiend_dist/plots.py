@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from .errors import UserError
+from .files import explained
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -362,10 +363,14 @@ def _pyplot_figure(size: tuple[float, float]) -> Figure | None:
 
 def _write(figure: Figure, path: Path, img_format: str, img_dpi: int | None, show: bool) -> Path:
     """Save under a temporary name and rename, so that a reader never meets half an image."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part")
-    figure.savefig(partial, format=img_format, dpi=img_dpi or DEFAULT_DPI)
-    os.replace(partial, path)
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            figure.savefig(partial, format=img_format, dpi=img_dpi or DEFAULT_DPI)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     logger.info("Wrote %s", path)
     if show and figure.canvas.manager is not None:
         from matplotlib import pyplot

@@ -47,7 +47,7 @@ class FusedAdam(Optimizer):
         self._kernel = torch._fused_adamw_ if options.optim == "adamw" else torch._fused_adam_
 
     def begin(self, learning_rate: float, scale: Tensor, not_finite: Tensor) -> None:
-        self.num_steps += 1
+        self.num_steps += 1.0 - not_finite  # a step that changes nothing does not count
         self._learning_rate, self._scale, self._not_finite = learning_rate, scale, not_finite
 
     def update(self, index: int, chunk: slice, gradient: Tensor) -> None:

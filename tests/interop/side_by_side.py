@@ -33,11 +33,11 @@ FIELDS = {"target_classes": PAIR, "all_classes": CLASSES}
 WORDS = {"M": ["he", "him", "king"], "F": ["she", "her", "queen"], "N": ["they", "them", "it"]}
 NAMES = ["doctor", "nurse", "teacher", "lawyer", "farmer", "writer"]
 ENDS = ["win", "lose", "run home", "walk away and sing", "not come back to the old town"]
-OTHERS = "the said that would now and then a dog ran home walk away sing not come back to old town win lose run .".split()
+OTHERS = "the said that would now and then a dog ran home walk away sing not come back to old town win lose run".split()
 PIECES = ["##ess", "##s", "prin", "##c", "##e", "act", "##or", "##ress"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = {
-    word: number for number, word in enumerate([*SPECIAL, *OTHERS, *NAMES, *itertools.chain(*WORDS.values()), *PIECES])
+    word: number for number, word in enumerate([*SPECIAL, *OTHERS, ".", *NAMES, *itertools.chain(*WORDS.values()), *PIECES])
 }
 
 LOSS_RTOL = 2e-5
@@ -141,7 +141,10 @@ def assert_same_run(theirs: Path, ours: Path) -> dict[str, float]:
     one, two = Result(theirs), Result(ours)
     found = {**compare_records(one.record, two.record), **compare_models(one, two)}
     print("largest differences:", ", ".join(f"{name} {value:.1e}" for name, value in found.items()))
-    assert read(theirs / "gradiend_context.json") == read(ours / "gradiend_context.json")
+    context, other = (read(path / "gradiend_context.json") for path in (theirs, ours))
+    # The reference loses the directions where it prunes a single seed: it makes the model before it reads the data.
+    assert context.items() <= other.items()
+    assert other["feature_class_encoding_direction"] == {"M": 1, "F": -1}
     assert found["losses"] < LOSS_RTOL and found["norms"] < LOSS_RTOL
     assert found["scores"] < SCORE_ATOL and found["class numbers"] < SCORE_ATOL
     assert found["weights"] < WEIGHT_ATOL and found["noise weights"] < NOISE_ATOL
@@ -152,9 +155,11 @@ def compare_records(one: dict[str, Any], two: dict[str, Any]) -> dict[str, float
     stats, other = one["training_stats"], two["training_stats"]
     assert len(one["losses"]) == len(two["losses"])
     assert list(stats["scores"]) == list(other["scores"]), "evaluated at other steps"
-    best, other_best = (dict(record["best_score_checkpoint"]) for record in (one, two))
-    same_numbers({k: best[k] for k in best}, {k: other_best[k] for k in best})
-    same_numbers(one["convergence_info"], two["convergence_info"])
+    best, other_best = one["best_score_checkpoint"], two["best_score_checkpoint"]
+    same_numbers(best, other_best)
+    # Without required seeds a seed's own record has no verdict and leaves the means out; ours has them all the same.
+    unsaid = () if one["convergence_info"]["convergent_count"] is not None else ("convergent_min_target_class_abs_mean",)
+    same_numbers(one["convergence_info"], two["convergence_info"], ignored=unsaid)
     if stats["scores"]:
         assert stats["label_value_to_class_name"] == other["label_value_to_class_name"]
     norms = [relative(stats[name], other[name]) for name in ("encoder_norms", "decoder_norms")]

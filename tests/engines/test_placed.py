@@ -1,0 +1,473 @@
+"""The hand-written step against autograd and torch's optimizers, in every mode; and on stand-ins for several GPUs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from gradiend_dist.engines import GradiendBatch, StepOptions, placed
+from gradiend_dist.engines.placed import PlacedEngine
+from gradiend_dist.model import GradiendModel
+
+N = 103
+ACTIVATIONS = ["tanh", "relu", "leakyrelu", "gelu", "silu", "elu", "sigmoid", "smht", "id"]
+
+
+def options(**changes: Any) -> StepOptions:
+    defaults = {
+        "optim": "adamw",
+        "weight_decay": 0.01,
+        "betas": (0.9, 0.999),
+        "epsilon": 1e-8,
+        "max_grad_norm": 0.0,
+        "supervised": None,
+    }
+    return StepOptions(**{**defaults, **changes})
+
+
+def make_model(latent_dim: int = 1, **changes: Any) -> GradiendModel:
+    return GradiendModel(N, latent_dim, generator=torch.Generator().manual_seed(2), **changes)
+
+
+def make_batches(sizes: Sequence[int], seed: int = 0) -> list[GradiendBatch]:
+    """Gradients whose label shows in them, so that training has something to find."""
+    generator = torch.Generator().manual_seed(seed)
+    axis = torch.randn(N, generator=torch.Generator().manual_seed(99))
+    batches = []
+    for size in sizes:
+        label = torch.randint(0, 2, (size, 1), generator=generator).float() * 2 - 1
+        source = label * axis + 0.5 * torch.randn(size, N, generator=generator)
+        target = 2 * label * axis + 0.3 * torch.randn(size, N, generator=generator)
+        batches.append(GradiendBatch(source, target, label))
+    return batches
+
+
+class Plain:
+    """The same model, trained by autograd on the plain loss with torch's optimizer: what the step must equal."""
+
+    def __init__(self, model: GradiendModel, chosen: StepOptions) -> None:
+        self.model = copy.deepcopy(model)
+        self.options = chosen
+        trained = {None: self.model, "encoder": self.model.encoder, "decoder": self.model.decoder}[chosen.supervised]
+        self.parameters = list(trained.parameters())
+        kind = torch.optim.AdamW if chosen.optim == "adamw" else torch.optim.Adam
+        self.optimizer = kind(
+            self.parameters, lr=1.0, betas=chosen.betas, eps=chosen.epsilon, weight_decay=chosen.weight_decay
+        )
+
+    def loss(self, batch: GradiendBatch) -> Tensor:
+        if self.options.supervised == "encoder":
+            return nn.functional.mse_loss(self.model.forward_encoder(batch.source), batch.label)
+        if self.options.supervised == "decoder":
+            return nn.functional.mse_loss(self.model.forward_decoder(batch.label), batch.target)
+        return nn.functional.mse_loss(self.model(batch.source), batch.target)
+
+    def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.zero_grad()
+        loss = sum(self.loss(batch) for batch in batches) / len(batches)
+        loss.backward()
+        limit = self.options.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        self.optimizer.step()
+        weights = (self.model.encoder_weight, self.model.decoder_weight)
+        return torch.stack([loss.detach(), norm, *(weight.norm() for weight in weights)])
+
+
+def assert_same_training(
+    model: GradiendModel, chosen: StepOptions, sizes: Sequence[int], num_steps: int = 25, learning_rate: float = 3e-3
+) -> None:
+    plain, engine = Plain(model, chosen), PlacedEngine(model, chosen)
+    start = copy.deepcopy(model.state_dict())
+    for step in range(num_steps):
+        batches = make_batches(sizes, seed=step)
+        rate = learning_rate * (1 + step % 3)
+        expected, actual = plain.step(batches, rate), engine.step(batches, rate)
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-6, msg=lambda text, step=step: f"{step}: {text}")
+    for (name, weight), expected in zip(model.state_dict().items(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        trained = chosen.supervised is None or name.startswith(chosen.supervised)
+        assert torch.equal(weight, start[name]) != trained, f"{name} is trained exactly if its half is"
+
+
+# --- equal to autograd
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [1, 1], [3, 3, 3], [3, 2], [1, 4]], ids=str)
+@pytest.mark.parametrize("latent_dim", [1, 2, 3])
+@pytest.mark.parametrize("optim", ["adamw", "adam"])
+def test_step__equals_autograd_and_torchs_optimizer(optim, latent_dim, sizes):
+    """Fails by a wrong factor, a missing term, a transposed outer product or a batch that counts too much."""
+    assert_same_training(make_model(latent_dim), options(optim=optim), sizes)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
+@pytest.mark.parametrize("decoder", ["id", "tanh", "gelu"])
+@pytest.mark.parametrize("encoder", ACTIVATIONS)
+def test_step__holds_for_every_encoder_activation(encoder, decoder, sizes):
+    model = make_model(2, activation_encoder=encoder, activation_decoder=decoder)
+    assert_same_training(model, options(), sizes, num_steps=8)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3]], ids=str)
+@pytest.mark.parametrize("latent_dim", [1, 2])
+@pytest.mark.parametrize("decoder", ACTIVATIONS)
+def test_step__holds_for_every_decoder_activation(decoder, latent_dim, sizes):
+    model = make_model(latent_dim, activation_decoder=decoder)
+    assert_same_training(model, options(max_grad_norm=0.02), sizes, num_steps=8)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
+@pytest.mark.parametrize("latent_dim", [1, 2])
+@pytest.mark.parametrize("limit", [0.0, 0.01])
+def test_step__holds_without_a_decoder_bias(latent_dim, limit, sizes):
+    assert_same_training(make_model(latent_dim, bias_decoder=False), options(max_grad_norm=limit), sizes)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [1, 1], [3, 2]], ids=str)
+@pytest.mark.parametrize("latent_dim", [1, 2])
+@pytest.mark.parametrize("limit", [1e-3, 0.05, 100.0])
+def test_step__clips_as_torch_does(latent_dim, limit, sizes):
+    """At 0.05 some steps are clipped and some are not. The norm that is returned is that before clipping."""
+    assert_same_training(make_model(latent_dim), options(max_grad_norm=limit, epsilon=1e-3), sizes)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adam"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.7)])
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-2])
+def test_step__passes_every_setting_on(optim, weight_decay, betas, epsilon):
+    chosen = options(optim=optim, weight_decay=weight_decay, betas=betas, epsilon=epsilon)
+    assert_same_training(make_model(), chosen, [2], num_steps=10)
+
+
+@pytest.mark.parametrize("supervised", ["encoder", "decoder"])
+@pytest.mark.parametrize("sizes", [[1], [3], [1, 1], [3, 2]], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("limit", [0.0, 0.01])
+def test_step__trains_one_half_on_labels(supervised, sizes, bias, limit):
+    """The other half must not move, not even by weight decay."""
+    assert_same_training(make_model(1, bias_decoder=bias), options(supervised=supervised, max_grad_norm=limit), sizes)
+
+
+@pytest.mark.parametrize("supervised", ["encoder", "decoder"])
+def test_step__needs_only_what_it_reads_to_train_one_half(supervised):
+    full = make_batches([3])[0]
+    bare = GradiendBatch(
+        full.source if supervised == "encoder" else None, full.target if supervised == "decoder" else None, full.label
+    )
+    results = [PlacedEngine(make_model(), options(supervised=supervised)).step([b], 1e-3) for b in (full, bare)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("latent_dim", [1, 2])
+@pytest.mark.parametrize("parts", [[1, 1, 1, 1], [2, 2], [4]], ids=str)
+def test_step__accumulation_is_one_big_batch(parts, latent_dim):
+    """Batches of one size: the mean of their means is the mean over all. Fails if a batch's share is wrong."""
+    (big,) = make_batches([4])
+    cut = [
+        GradiendBatch(s, t, b)
+        for s, t, b in zip(big.source.split(parts), big.target.split(parts), big.label.split(parts), strict=True)
+    ]
+    models = make_model(latent_dim), make_model(latent_dim)
+    engines = [PlacedEngine(model, options(max_grad_norm=0.05)) for model in models]
+    for _ in range(10):
+        together, in_parts = engines[0].step([big], 1e-2), engines[1].step(cut, 1e-2)
+        torch.testing.assert_close(in_parts, together, rtol=1e-5, atol=1e-7)
+    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40, 102, 103, 104])
+@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
+@pytest.mark.parametrize("decoder", ["id", "tanh"])
+def test_step__chunks_of_any_size_are_one_chunk(chunk, sizes, decoder, monkeypatch):
+    """103 entries: no chunk size but 1 and 103 divides. Fails if a tail is lost or a chunk is added twice."""
+    models = [make_model(2, activation_decoder=decoder) for _ in range(2)]
+    engines = [PlacedEngine(model, options(max_grad_norm=0.05)) for model in models]
+    for step in range(6):
+        batches = make_batches(sizes, seed=step)
+        whole = engines[0].step(batches, 1e-2)
+        with monkeypatch.context() as patch:
+            patch.setattr(placed, "CHUNK", chunk)
+            cut = engines[1].step(batches, 1e-2)
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-7)
+    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+def test_step__returns_loss_and_gradient_norm_of_before_and_weight_norms_of_after():
+    model, (batch,) = make_model(2), make_batches([3])
+    before = copy.deepcopy(model)
+    loss = nn.functional.mse_loss(before(batch.source), batch.target)
+    loss.backward()
+    norm = torch.cat([p.grad.reshape(-1) for p in before.parameters()]).norm()
+    found = PlacedEngine(model, options(max_grad_norm=1e-3)).step([batch], 0.1)
+    expected = torch.stack([loss.detach(), norm, model.encoder_weight.norm(), model.decoder_weight.norm()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert not torch.allclose(found[2], before.encoder_weight.norm(), rtol=1e-3, atol=0)
+
+
+def test_step__small_gradients_do_not_vanish():
+    """Targets of 1e-15, as 2/n times the gradients of a large model: the first step is still lr times the sign."""
+    model, (batch,) = make_model(), make_batches([1])
+    model.decoder_weight.mul_(1e-15)
+    model.decoder_bias_vector.mul_(1e-15)
+    tiny_batch = GradiendBatch(batch.source, batch.target * 1e-15, batch.label)
+    chosen = options(epsilon=1e-30, weight_decay=0.0)
+    before = model.decoder_bias_vector.clone()
+    PlacedEngine(model, chosen).step([tiny_batch], 1e-3)
+    step = (model.decoder_bias_vector - before).abs()
+    torch.testing.assert_close(step, torch.full_like(step, 1e-3), rtol=1e-3, atol=0)
+
+
+def test_encode__is_the_models_own():
+    model, (batch,) = make_model(2), make_batches([3])
+    encoded = PlacedEngine(model, options()).encode(batch.source)
+    assert torch.equal(encoded, model.forward_encoder(batch.source)) and not encoded.requires_grad
+
+
+# --- numbers that are not finite
+
+
+def state(engine: PlacedEngine) -> list[Tensor]:
+    optimizers = (engine.encoder_optimizer, engine.decoder_optimizer)
+    moments = [m for o in optimizers for m in (*o.moments, *o.second_moments, o.num_steps)]
+    return [tensor.clone() for tensor in (*engine.model.state_dict().values(), *moments)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["source", "target", "label"])
+@pytest.mark.parametrize("sizes", [[1], [3], [1, 2]], ids=str)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_step__a_number_that_is_not_finite_changes_nothing_and_shows(value, where, sizes, first, limit):
+    """Also the step count stays: training goes on afterwards as if the item had not been there."""
+    supervised = "encoder" if where == "label" else None
+    engine = PlacedEngine(make_model(), options(supervised=supervised, max_grad_norm=limit))
+    if not first:
+        engine.step(make_batches(sizes, seed=1), 1e-2)
+    before = state(engine)
+    batches = make_batches(sizes, seed=2)
+    getattr(batches[-1], where)[-1, -1] = value
+    result = engine.step(batches, 1e-2)
+    assert not bool(result[:2].isfinite().all()), "loss or gradient norm shows it"
+    assert bool(result[2:].isfinite().all())
+    assert all(torch.equal(a, b) for a, b in zip(before, state(engine), strict=True))
+    engine.step(make_batches(sizes, seed=3), 1e-2)
+    assert not all(torch.equal(a, b) for a, b in zip(before, state(engine), strict=True)), "the engine still works"
+
+
+def test_step__after_a_skipped_step_goes_on_as_if_it_had_not_been():
+    skipping, plain = (PlacedEngine(make_model(), options()) for _ in range(2))
+    for step in range(6):
+        batches = make_batches([2], seed=step)
+        if step == 3:
+            batches[0].target[0, 0] = float("nan")
+            skipping.step(batches, 1e-2)
+            continue
+        assert torch.equal(skipping.step(batches, 1e-2), plain.step(batches, 1e-2))
+
+
+# --- turning the latent axis
+
+
+def train(engine: PlacedEngine, steps: range, sizes: Sequence[int] = (2,)) -> list[Tensor]:
+    return [engine.step(make_batches(sizes, seed=step), 1e-2) for step in steps]
+
+
+@pytest.mark.parametrize("latent_dim", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("optim", ["adamw", "adam"])
+@pytest.mark.parametrize("activation", ["tanh", "smht", "id"])
+def test_flip__is_exact_and_training_goes_on_mirrored(latent_dim, bias, optim, activation):
+    """Fails if the bias turns too, or if a moment is forgotten: losses would differ from the next step on."""
+    chosen = options(optim=optim, max_grad_norm=0.05)
+    one, other = (
+        PlacedEngine(make_model(latent_dim, bias_decoder=bias, activation_encoder=activation), chosen) for _ in range(2)
+    )
+    train(one, range(5))
+    train(other, range(5))
+    (probe,) = make_batches([3], seed=77)
+    decoded, encoded = one.model(probe.source, return_encoded=True)
+    other.flip(with_decoder_bias=False)
+    turned, turned_encoding = other.model(probe.source, return_encoded=True)
+    assert torch.equal(turned, decoded) and torch.equal(turned_encoding, -encoded)
+    for a, b in zip(train(one, range(5, 25)), train(other, range(5, 25)), strict=True):
+        assert torch.equal(a, b)
+    other.flip(with_decoder_bias=False)
+    assert all(torch.equal(a, b) for a, b in zip(state(one), state(other), strict=True))
+
+
+def test_flip__with_the_bias_is_the_references():
+    """Encoder and decoder change sign whole, the bias too, and no moment does."""
+    engine = PlacedEngine(make_model(), options())
+    train(engine, range(5))
+    before = state(engine)
+    engine.flip(with_decoder_bias=True)
+    after = state(engine)
+    assert all(torch.equal(a, -b) for a, b in zip(after[:4], before[:4], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after[4:], before[4:], strict=True))
+
+
+# --- several devices
+
+
+class StandInDevices(TorchFunctionMode):
+    """Real CPU tensors that say they are on GPUs, and fail where a GPU would: for machines without one.
+
+    Every call is checked as CUDA checks it: tensors of one call are on one device (a CPU scalar may join), only `.to`
+    moves one. And what CUDA allows but a step must not do, reading a value back to the host, fails too.
+    """
+
+    READS = frozenset(
+        getattr(Tensor, name)
+        for name in "item tolist numpy cpu nonzero __bool__ __float__ __int__ __index__ __contains__".split()
+    )
+
+    @staticmethod
+    def of(tensor: Tensor) -> torch.device:
+        return getattr(tensor, "stand_in", torch.device("cpu"))
+
+    @staticmethod
+    def put(tensor: Any, device: torch.device) -> Any:
+        if isinstance(tensor, Tensor):
+            tensor.stand_in = device
+        return tensor
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.device.__get__:
+            return self.of(args[0])
+        if func is Tensor.to:
+            return self.move(*args, **kwargs)
+        wanted = kwargs.pop("device", None)
+        places = self.places_of([*args, *kwargs.values()])
+        assert len(places) < 2, f"{getattr(func, '__name__', func)} mixes {sorted(map(str, places))}"
+        place = torch.device(wanted) if wanted is not None else next(iter(places), torch.device("cpu"))
+        assert func not in self.READS or place.type == "cpu", f"{func.__name__} waits for {place}"
+        return tree_map(lambda value: self.put(value, place), func(*args, **kwargs))
+
+    def places_of(self, values: list[Any]) -> set[torch.device]:
+        tensors = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
+        places = {self.of(tensor) for tensor in tensors}
+        if len(places) > 1:
+            scalars = {self.of(tensor) for tensor in tensors if tensor.dim() == 0} & {torch.device("cpu")}
+            others = {self.of(tensor) for tensor in tensors if tensor.dim()}
+            places -= scalars - others
+        return places
+
+    def move(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        source = self.of(tensor)
+        target, rest = source, []
+        for value in args:
+            if isinstance(value, Tensor):
+                target = self.of(value)
+                rest.append(value.dtype)
+            elif isinstance(value, torch.dtype):
+                rest.append(value)
+            else:
+                target = torch.device(value)
+        assert source == target or target.type != "cpu", "to(cpu) waits for the device"
+        result = tensor.clone() if source != target else tensor
+        for dtype in rest:
+            result = Tensor.to(result, dtype)
+        # A move of nothing returns the tensor itself; it must keep its place.
+        return self.put(result, target)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placed, "CHUNK", 40)
+    monkeypatch.setattr(placed, "CHUNK_ON_GPU", 40)
+
+
+def placed_model(encoder: str, decoder: str, **changes: Any) -> GradiendModel:
+    model = make_model(**changes)
+    for part, device in ((model.encoder, encoder), (model.decoder, decoder)):
+        for parameter in part.parameters():
+            StandInDevices.put(parameter, torch.device(device))
+    return model
+
+
+def placed_batches(batches: list[GradiendBatch], device: str) -> list[GradiendBatch]:
+    """Gradients where the base model is; labels on the CPU, where the loop makes them."""
+    at = torch.device(device)
+    return [GradiendBatch(StandInDevices.put(b.source, at), StandInDevices.put(b.target, at), b.label) for b in batches]
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"max_grad_norm": 0.05},
+    {"supervised": "encoder"},
+    {"supervised": "decoder"},
+    {"optim": "adam"},
+]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    "devices", [("cuda:0", "cuda:1", "cuda:2"), ("cuda:0", "cuda:1", "cuda:0"), ("cuda:0", "cuda:0", "cuda:1")], ids=str
+)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"latent_dim": 2, "activation_decoder": "tanh", "bias_decoder": False}], ids=str)
+def test_step__on_several_devices_mixes_none_waits_for_none_and_is_the_same(devices, mode, sizes, changes):
+    """Fails if a `.to` is missing or wrong anywhere, or if the step reads a value back and so stops the GPU."""
+    encoder, decoder, base = devices
+    reference = PlacedEngine(make_model(**changes), options(**mode))
+    model = placed_model(encoder, decoder, **changes)
+    with StandInDevices():
+        engine = PlacedEngine(model, options(**mode))
+    for step in range(3):
+        expected = reference.step(make_batches(sizes, seed=step), 1e-2)
+        batches = placed_batches(make_batches(sizes, seed=step), base)
+        with StandInDevices():
+            found = engine.step(batches, 1e-2)
+            assert str(found.device) == decoder
+            if step == 1:
+                engine.flip(with_decoder_bias=False)
+        assert torch.equal(found, expected)
+        if step == 1:
+            reference.flip(with_decoder_bias=False)
+    assert all(torch.equal(a, b) for a, b in zip(state(engine), state(reference), strict=True))
+    with StandInDevices():
+        assert str(engine.encode(batches[0].source).device) == encoder
+        assert {str(m.device) for m in engine.encoder_optimizer.moments} == {encoder}
+        assert {str(m.device) for m in engine.decoder_optimizer.moments} == {decoder}
+
+
+def mistakes() -> Iterator[Callable[[Tensor, Tensor], Any]]:
+    yield lambda a, b: a + b
+    yield lambda a, b: torch.dot(a, b)
+    yield lambda a, b: torch.stack([a, b])
+    yield lambda a, b: a.add_(b)
+    yield lambda a, b: (a * 2.0)[1:].sub_(b.to("cuda:0")[1:])
+    yield lambda a, _: a.sum().item()
+    yield lambda a, _: bool(a.isfinite().all())
+    yield lambda a, _: a.to("cpu")
+
+
+@pytest.mark.parametrize("mistake", list(mistakes()))
+def test_stand_in_devices__fail_where_a_gpu_would(mistake):
+    """The stand-in itself: each of these would be an error on two GPUs, or a wait."""
+    a, b = (StandInDevices.put(torch.ones(3), torch.device(f"cuda:{i}")) for i in (1, 0))
+    with StandInDevices(), pytest.raises(AssertionError, match=r"mixes \['cuda:0', 'cuda:1'\]|waits for"):
+        mistake(a, b)
+
+
+def test_stand_in_devices__allow_what_a_gpu_allows():
+    a, b = (StandInDevices.put(torch.ones(3), torch.device(f"cuda:{i}")) for i in (1, 0))
+    with StandInDevices():
+        moved = (a.to(b.device) + b) * torch.tensor(2.0) + torch.zeros((), device="cuda:0")
+        assert (str(moved.device), str(a.device), str(moved[1:].T.data.device)) == ("cuda:0", "cuda:1", "cuda:0")
+        assert str(torch.zeros_like(a).device) == "cuda:1" == str(b.to(a).device)
