@@ -407,6 +407,11 @@ class TrainingArguments(
             "convergent_metric=loss needs convergent_score_threshold: pass the loss that counts as converged.",
         )
         require(
+            not (self.seeds_in_parallel and self.prunes_each_seed),
+            "seeds_in_parallel needs one pruned space for all seeds, but compat draws another for each: "
+            "pass pre_prune_config.seed.",
+        )
+        require(
             not self.analyze_seed_stability or self.seed_stability_topk is not None,
             "analyze_seed_stability is set but seed_stability_topk is None: pass a number of weights.",
         )
@@ -460,6 +465,12 @@ class TrainingArguments(
     def data_seed(self) -> int:
         """Seed of row order and samples: the first seed, so that all seeds see the same items."""
         return self.first_seed
+
+    @property
+    def prunes_each_seed(self) -> bool:
+        """Does every seed have a pruned space of its own? Only as the reference has it."""
+        config = self.pre_prune_config
+        return self.behaviour.pre_prune_by_row_number and config is not None and config.seed is None
 
     @property
     def evaluates(self) -> bool:

@@ -27,12 +27,28 @@ WITHOUT_EFFECT_ON_A_SEED = (
     "convergence_threshold", "convergent_mean_by_class_threshold",
 )  # fmt: skip
 
+# The reference compares its own form of these two, all fields of it, before it reuses a directory of ours.
+PRUNING_IN_REFERENCE: dict[str, dict[str, Any]] = {
+    "pre_prune_config": {
+        "batch_size": 8,
+        "feature_class_key": "feature_class_id",
+        "target_feature_class_ids": None,
+        "dataset": None,
+        "use_cached_gradients": False,
+        "use_streaming": None,
+    },
+    "post_prune_config": {"mask": None, "inplace": True, "return_mask": False},
+}
+
 _SAMPLE = 2**20
 
 
 def fingerprint(args: TrainingArguments, data_hash: str, model: str) -> dict[str, Any]:
     """All that a training result depends on, by name, so that a difference can be named."""
     arguments = {name: value for name, value in args.to_dict().items() if name not in WITHOUT_EFFECT}
+    for name, rest in PRUNING_IN_REFERENCE.items():
+        if arguments[name] is not None:
+            arguments[name] = {**rest, **arguments[name]}
     return {**arguments, "data": data_hash, "base_model": model, "base_model_files": model_files_hash(model)}
 
 

@@ -168,6 +168,9 @@ def load_model(path: str | Path, cls: type[ModelWithGradiend], **options: Any) -
     if isinstance(base, str):
         base, own_tokenizer = load_base_model(base, torch_dtype=dtype, trust_remote_code=trust)
         tokenizer = tokenizer or _saved_tokenizer(path, trust) or own_tokenizer
+    tokenizer = tokenizer or _saved_tokenizer(path, trust)
+    if tokenizer is None:
+        raise UserError(f"{path} holds no tokenizer and base_model is a loaded model: pass tokenizer=...")
     context = _context(path)
     ours = config.get("gradiend_dist", {})
     model = cls(
@@ -212,11 +215,13 @@ def load_gradiend(path: str | Path, **devices: Any) -> ParamMappedGradiendModel:
     if not config.keys() >= {"architecture", "mapping"}:
         raise UserError(f"{path / CONFIG} has no architecture and mapping: it is damaged or no GRADIEND model.")
     architecture = config["architecture"]
-    space = _load_space(path, config["mapping"])
-    if space.size != architecture["input_dim"]:
+    try:
+        input_dim, space = architecture["input_dim"], _load_space(path, config["mapping"])
+    except KeyError as error:
+        raise UserError(f"{path / CONFIG} or its mapping lacks {error}: the directory is damaged.") from error
+    if space.size != input_dim:
         raise UserError(
-            f"{path / CONFIG} says input_dim={architecture['input_dim']} but maps {space.size} weights: "
-            "the directory is damaged."
+            f"{path / CONFIG} says input_dim={input_dim} but maps {space.size} weights: the directory is damaged."
         )
     tensors = _load_tensors(path)
     if any(name.startswith("encoder.1.") for name in tensors):
@@ -267,10 +272,17 @@ def _load_space(path: Path, mapping: dict[str, Any]) -> ParameterSpace:
             selected = files["indices_file"][entry["key"]].long()
         elif entry["repr"] == "mask":
             selected = files["masks_file"][entry["key"]].reshape(-1).nonzero().squeeze(1)
-        if selected is not None and selected.numel() and not 0 <= int(selected[-1]) < prod(shape):
-            raise UserError(f"{path}: the map of {entry['name']} points outside the weight: the directory is damaged.")
+        if selected is not None and selected.numel():
+            _check_selected(selected, prod(shape), f"{path}: the map of {entry['name']}")
         weights.append((entry["name"], shape, selected))
     return ParameterSpace(weights)
+
+
+def _check_selected(selected: Tensor, numel: int, what: str) -> None:
+    if not bool((selected[1:] > selected[:-1]).all()):
+        raise UserError(f"{what} is not ascending: the directory is damaged.")
+    if not 0 <= int(selected[0]) <= int(selected[-1]) < numel:
+        raise UserError(f"{what} points outside the weight: the directory is damaged.")
 
 
 def _mapping_file(path: Path, name: str) -> dict[str, Tensor]:

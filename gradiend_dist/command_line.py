@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.typecheck import is_union
 
 PYTHON_ONLY = ("evaluate_fn",)
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 class CommandParser(HfArgumentParser):
@@ -101,14 +103,26 @@ def from_yaml(action: argparse.Action, value: Any, path: str) -> Any:
         if action.nargs == "+":
             if not isinstance(value, list):
                 raise TypeError("a list is expected")
-            return [convert(str(item)) for item in value]
+            return [convert(_as_text(convert, item)) for item in value]
         if convert is structured or (convert is string_to_bool and isinstance(value, bool)):
             return value
         if isinstance(value, list | dict):
             raise TypeError("one value is expected")
-        return convert(str(value))
+        return convert(_as_text(convert, value))
     except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
         raise UserError(f"--config {path}: {action.dest}={value!r} cannot be read ({error}): see --help.") from error
+
+
+def _as_text(convert: Callable[[str], Any], value: Any) -> str:
+    """What the user wrote. YAML takes the words yes, no, on and off for switches, also where they name a class."""
+    if isinstance(value, bool) and convert.__name__ == "str":
+        raise TypeError("a text is expected: put it in quotes")
+    return str(value)
+
+
+def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """YAML takes 1e-3, without a point, for a text; here it is a number, as it is at the top of a configuration."""
+    return {key: float(v) if isinstance(v, str) and EXPONENT.fullmatch(v) else v for key, v in values.items()}
 
 
 def converter(annotation: Any) -> Callable[[str], Any] | None:
@@ -122,9 +136,6 @@ def converter(annotation: Any) -> Callable[[str], Any] | None:
         item = typing.get_args(plain[0])
         return structured if item and typing.get_origin(item[0]) is list else None
     return structured
-
-
-
 
 
 def optionally(kind: type) -> Callable[[str], Any]:

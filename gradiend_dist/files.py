@@ -49,7 +49,11 @@ def replace_directory(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
-    new.rename(path)
+    try:
+        new.rename(path)
+    finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -74,7 +78,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path.") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no valid JSON ({error}): it is damaged or no file of ours.") from error
 
 

@@ -5,7 +5,8 @@ An item is a few rows of one direction; its factual, alternative and diff gradie
 the same gradients in every epoch, for every seed and at every evaluation.
 
 How a gradient gets into its vector: a hook on each weight fires as soon as that weight's gradient is complete, copies
-the selected entries to their place, and drops the rest. At no time do all weights have a `.grad`.
+the selected entries to their place, and drops the rest. At no time do all weights have a `.grad`. Embeddings hand over
+the rows that were looked up: the dense gradient of a vocabulary is zero but for those, and costs more than they do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 
 from gradiend_dist.files import explained
 from gradiend_dist.objectives import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
-from gradiend_dist.space import ParameterSpace, select_entries
+from gradiend_dist.space import ParameterSpace, Weight, select_entries
 
 logger = logging.getLogger(__name__)
 
@@ -94,18 +96,26 @@ class BaseGradients:
             (weight, parameters[weight.name], None if weight.selected is None else weight.selected.to(self.device))
             for weight in space.active()
         ]
+        by_parameter = {id(parameter): (weight, indices) for weight, parameter, indices in self.weights}
+        self._embeddings = [
+            (module, *by_parameter[id(module.weight)])
+            for module in model.modules()
+            if is_plain_embedding(module) and id(module.weight) in by_parameter
+        ]
         self._vectors: dict[str, Tensor] = {}
         self._into: list[tuple[str, float]] = []
+        self._written: set[tuple[str, str]] = set()
 
     def compute(self, item: Item, kinds: Sequence[str], *, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The gradients of the wanted kinds; `out` may hold vectors to overwrite."""
         self._vectors = out if out is not None else {kind: self.empty() for kind in kinds}
         while True:
-            for vector in self._vectors.values():
-                vector.zero_()
+            self._written.clear()
             with torch.enable_grad(), self._collecting():
                 for rows in self._micro_batches(item):
                     self._accumulate(rows, item, list(self._vectors))
+            for kind, (weight, _, _) in itertools.product(self._vectors, self.weights):
+                self._range(kind, weight)  # zero where nothing came
             if self._scale == 1.0 or all(bool(v.isfinite().all()) for v in self._vectors.values()):
                 return self._vectors
             self._scale /= 2.0
@@ -178,6 +188,10 @@ class BaseGradients:
             parameter.register_post_accumulate_grad_hook(self._collector(weight, indices))
             for weight, parameter, indices in self.weights
         ]
+        hooks += [
+            module.register_forward_hook(self._row_collector(weight, indices), with_kwargs=True)
+            for module, weight, indices in self._embeddings
+        ]
         try:
             yield
         finally:
@@ -187,20 +201,80 @@ class BaseGradients:
                 parameter.requires_grad_(wanted_before)
                 parameter.grad = gradient_before
 
-    def _collector(self, weight: Any, indices: Tensor | None) -> Any:
+    def _collector(self, weight: Weight, indices: Tensor | None) -> Any:
         def collect(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None, "the hook fires after accumulation"
-            entries = select_entries(gradient, weight, indices).float()
+            entries = select_entries(take_gradient(parameter), weight, indices).float()
             for kind, factor in self._into:
-                self._vectors[kind][weight.offset : weight.stop].add_(entries, alpha=factor / self._scale)
+                if (kind, weight.name) in self._written:
+                    self._range(kind, weight).add_(entries, alpha=factor / self._scale)
+                else:  # a third of the memory traffic of filling with zeros and adding
+                    self._written.add((kind, weight.name))
+                    torch.mul(entries, factor / self._scale, out=self._range(kind, weight))
 
         return collect
+
+    def _row_collector(self, weight: Weight, indices: Tensor | None) -> Any:
+        """A forward hook that cuts an embedding's output off its weight and waits for the gradient of the output."""
+
+        def cut(module: nn.Embedding, args: tuple[Tensor], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+            ids = next(iter((*args, *kwargs.values())))
+            rows, places = ids.reshape(-1).unique(return_inverse=True)
+
+            def collect(looked_up: Tensor) -> None:
+                gradient = take_gradient(looked_up).float().reshape(len(places), -1)
+                by_row = torch.ops.aten.embedding_dense_backward(gradient, places, len(rows), -1, False)
+                if module.padding_idx is not None:
+                    by_row[rows == module.padding_idx] = 0.0
+                self._add_rows(weight, indices, rows, by_row)
+
+            looked_up = output.detach().requires_grad_()
+            looked_up.register_post_accumulate_grad_hook(collect)
+            return looked_up
+
+        return cut
+
+    def _add_rows(self, weight: Weight, indices: Tensor | None, rows: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of these rows (each of them once) of a matrix."""
+        shape, places, entries = weight.shape, rows, gradient
+        if indices is not None:
+            shape = (weight.num_selected,)
+            places, row, column = entries_of_rows(indices, rows, width=weight.shape[-1])
+            entries = gradient[row, column]
+        for kind, factor in self._into:
+            self._range(kind, weight).view(shape).index_add_(0, places, entries, alpha=factor / self._scale)
+
+    def _range(self, kind: str, weight: Weight) -> Tensor:
+        """A weight's part of a vector; zero as long as nothing was written there."""
+        part = self._vectors[kind][weight.offset : weight.stop]
+        if (kind, weight.name) not in self._written:
+            self._written.add((kind, weight.name))
+            part.zero_()
+        return part
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+def take_gradient(tensor: Tensor) -> Tensor:
+    gradient, tensor.grad = tensor.grad, None
+    assert gradient is not None, "the hook fires after accumulation"
+    return gradient
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """A table that is only looked up. Subclasses may do more (some scale what they return) and are left to autograd."""
+    return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+
+
+def entries_of_rows(indices: Tensor, rows: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of the flat `indices` (ascending) lie in `rows` of a matrix: their places, number of the row, column."""
+    starts, stops = (torch.searchsorted(indices, edges * width) for edges in (rows, rows + 1))
+    lengths = stops - starts
+    row = torch.repeat_interleave(lengths)
+    places = torch.arange(len(row), device=rows.device) + (stops - lengths.cumsum(0))[row]
+    return places, row, indices[places] - rows[row] * width
 
 
 @dataclass

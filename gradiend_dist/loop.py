@@ -320,7 +320,8 @@ class TrainingLoop:
             if self.args.evaluate_fn is not None:
                 metrics = dict(self.args.evaluate_fn(run.model))
             else:
-                metrics = self.evaluation.metrics(Encoder(run.engine.encode, run.engine.whole, self.args.eval_batch_size))
+                encoder = Encoder(run.engine.encode, run.engine.whole, self.args.eval_batch_size)
+                metrics = self.evaluation.metrics(encoder)
         metrics = self._normalise(run, step, metrics)
         self._remember(run, step, metrics)
         if not self.by_loss:

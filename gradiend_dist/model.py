@@ -42,7 +42,7 @@ _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
 
 
 class Projection(nn.Module):
-    """A linear map, its weights unset; this level gives the tensors their names in the file (`encoder.0.linear.weight`)."""
+    """A linear map, its weights unset; this level gives tensors their names in files (`encoder.0.linear.weight`)."""
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, device: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -501,8 +501,12 @@ class ModelWithGradiend:
     def get_enhancer_mask(self, topk: int | float, part: str = "decoder-weight") -> Tensor:
         return self.gradiend.get_enhancer_mask(topk, part)
 
-    def invert_encoding(self) -> None:
+    def invert_encoding(self, *, update_direction: bool = True) -> None:
+        """Turn the latent axis around, and with it what is recorded of which class is positive."""
         self.gradiend.invert_encoding()
+        if update_direction:
+            signs = self.feature_class_encoding_direction
+            self.feature_class_encoding_direction = {name: -sign for name, sign in signs.items()}
 
 
 def check_space_fits(space: ParameterSpace, base_model: nn.Module) -> None:
@@ -530,7 +534,7 @@ def load_base_model(
     tokenizer = _load_tokenizer(path, trust_remote_code)
     kind = AutoModelForCausalLM if is_causal(config, tokenizer) else AutoModelForMaskedLM
     try:
-        model, report = kind.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             path,
             config=config,
             dtype=getattr(torch, torch_dtype),
@@ -542,6 +546,7 @@ def load_base_model(
         raise UserError(f"A weight file of model={path!r} is damaged ({error}): copy or download it again.") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
+    model, report = loaded
     _require_all_weights(path, [*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])])
     return model.eval(), tokenizer
 

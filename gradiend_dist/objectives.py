@@ -114,7 +114,7 @@ class CausalObjective:
         prefix = template.split(self.mask_placeholder, 1)[0]
         if not word.strip() or not self.tokenizer(word, add_special_tokens=False)["input_ids"]:
             raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
-        return self._early(prefix, word) if self.label_early else self._following(prefix, word, template)
+        return (self._early if self.label_early else self._following)(prefix, word, template)
 
     def _following(self, prefix: str, word: str, template: str) -> Cloze:
         """Tokenize prefix and word together: the tokenizer decides how a word start looks (`Ġ`, `▁`, none)."""
@@ -136,7 +136,7 @@ class CausalObjective:
         start = max(0, split - self.max_length)  # the words next to the blank matter most
         return Cloze(tuple(context[start:]), (split - start - 1,), (wanted,))
 
-    def _early(self, prefix: str, word: str) -> Cloze:
+    def _early(self, prefix: str, word: str, template: str) -> Cloze:
         """The reference: logits of the second-last prefix token are asked for the word."""
         ids = self.tokenizer(prefix, truncation=True, max_length=self.max_length)["input_ids"]
         vocabulary = self.tokenizer.get_vocab()
@@ -145,8 +145,8 @@ class CausalObjective:
         )
         if len(ids) < 2:
             raise UserError(
-                f"The text {prefix[:40] + self.mask_placeholder!r} has fewer than two tokens before the blank, for "
-                "which the reference trains on zeros: remove the row, or leave compat out."
+                f"The text {template[:60]!r} has fewer than two tokens before the blank, for which the reference "
+                "trains on zeros: remove the row, or leave compat out."
             )
         return Cloze(tuple(ids), (len(ids) - 2,), (wanted,))
 

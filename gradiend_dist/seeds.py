@@ -80,9 +80,7 @@ def _means_at_best(record: dict[str, Any], best: dict[str, Any]) -> list[float]:
     return [float(mean) for label, mean in means.items() if float(label) != 0.0]
 
 
-def _judge_correlation(
-    best: dict[str, Any], means: list[float], args: TrainingArguments, *, signed: bool
-) -> Verdict:
+def _judge_correlation(best: dict[str, Any], means: list[float], args: TrainingArguments, *, signed: bool) -> Verdict:
     correlation = best["correlation"]
     threshold = args.convergent_score_threshold
     assert threshold is not None, "TrainingArguments sets a threshold for the correlation"
@@ -143,7 +141,7 @@ def _or_lowest(score: float | None) -> float:
     return float("-inf") if score is None else score
 
 
-def seed_report(results: list[SeedResult], args: TrainingArguments, early_stop_reason: str | None) -> dict[str, Any]:
+def seed_report(results: list[SeedResult], args: TrainingArguments) -> dict[str, Any]:
     """The documented report on all seeds that were tried."""
     best, score, strategy = select_best(results, args)
     converged = [result.seed for result in results if result.verdict.converged]
@@ -159,7 +157,7 @@ def seed_report(results: list[SeedResult], args: TrainingArguments, early_stop_r
         "best_seed": best.seed,
         "best_selection_score": score,
         "best_seed_selection_strategy": strategy,
-        "early_stop_reason": early_stop_reason,
+        "early_stop_reason": enough(results, args),
         "runs": [_report_entry(result, args) for result in results],
     }
 

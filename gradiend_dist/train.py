@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from transformers import TrainerCallback, TrainerState
+from transformers.utils.logging import disable_progress_bar
 
 from gradiend_dist import arguments
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, help_field
-from gradiend_dist.command_line import CommandParser
+from gradiend_dist.command_line import CommandParser, with_numbers
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
 from gradiend_dist.files import jsonable, write_text
@@ -120,7 +121,7 @@ def parse(argv: Sequence[str]) -> Command:
         if values[name] is not None:
             if not isinstance(values[name], dict):
                 raise UserError(f"{name}={values[name]!r} is no mapping: write e.g. '{{topk: 0.01}}'.")
-            values[name] = arguments.from_mapping(kind, values[name], name)
+            values[name] = arguments.from_mapping(kind, with_numbers(values[name]), name)
     feature_names = {item.name for item in dataclasses.fields(FeatureOptions)}
     training_names = {item.name for item in dataclasses.fields(TrainingArguments)}
     feature = {name: value for name, value in values.items() if name in feature_names}
@@ -208,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # what matters of its load report is an error of ours
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # of transformers; in a log file a bar is noise, as tqdm itself knows of ours
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(

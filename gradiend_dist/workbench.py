@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gradiend_dist.arguments import PrePruneConfig, TrainingArguments
+from gradiend_dist.checkpoint import load_gradiend
 from gradiend_dist.data import FeatureData
 from gradiend_dist.devices import Placement, placement_of
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
@@ -101,6 +102,12 @@ class Workbench:
         first, second = self.data.target_classes
         model.feature_class_encoding_direction = {first: 1, second: -1}
         return model
+
+    def load(self, path: Path) -> ModelWithGradiend:
+        """A saved GRADIEND model over the shared base model."""
+        return self.wrap(
+            load_gradiend(path, device_encoder=self.placement.encoder, device_decoder=self.placement.decoder)
+        )
 
     def base_gradients(self, space: ParameterSpace) -> BaseGradients:
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None

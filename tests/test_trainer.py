@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
+from gradiend_dist.demo import feature_data
+from gradiend_dist.evaluation.report import EncoderReport
 from gradiend_dist.loop import TrainingLoop
 from gradiend_dist.model import ModelWithGradiend
 
@@ -52,9 +54,9 @@ def assert_same_weights(first: TextPredictionTrainer, second: TextPredictionTrai
 
 
 @pytest.fixture(scope="module")
-def trained(masked_lm: Path, feature_frames: Any, tmp_path_factory: pytest.TempPathFactory) -> TextPredictionTrainer:
+def trained(masked_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> TextPredictionTrainer:
     trainer = make(
-        masked_lm, feature_frames, tmp_path_factory.mktemp("trained"), keep_seed_runs=True,
+        masked_lm, feature_data(), tmp_path_factory.mktemp("trained"), keep_seed_runs=True,
         add_identity_for_other_classes=True,
     )  # fmt: skip
     return trainer.train()
@@ -387,7 +389,7 @@ def test_evaluate_encoder__cache_notices_another_model(
     trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1).train()
     first = trainer.evaluate_encoder(use_cache=True)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_encoded_table", lambda *_: pytest.fail("encoded again"))
+        patch.setattr(EncoderReport, "table", lambda _: pytest.fail("encoded again"))
         assert trainer.evaluate_encoder(use_cache=True) == first
     trainer.get_model().gradiend.encoder_weight.mul_(-1)
     trainer.get_model().gradiend.encoder_bias.mul_(-1)
@@ -428,3 +430,15 @@ def test_plot__is_a_file_in_the_experiment(trained: TextPredictionTrainer) -> No
     pytest.importorskip("matplotlib")
     path = trained.plot_training_convergence(show=False, label_name_mapping={"M": "masc."})
     assert path.parent == trained.experiment_dir and path.stat().st_size > 5000
+
+
+def test_get_model__after_training_a_given_model_is_the_trained_one(
+    masked_lm: Path, feature_frames: Any, tmp_path: Path
+) -> None:
+    given = ModelWithGradiend.from_pretrained(masked_lm, param_map=["*.layer.1.*"], seed=4)
+    args = TrainingArguments(experiment_dir=str(tmp_path), max_steps=2, max_seeds=1, train_batch_size=8, do_eval=False)
+    trainer = TextPredictionTrainer(given, data=feature_frames, target_classes=["M", "F"], args=args)
+    assert trainer.get_model() is given
+    trained = trainer.train().get_model()
+    assert trained is not given and trained.gradiend.space == given.gradiend.space
+    assert torch.equal(trained.gradiend.encoder_weight, weights(trainer)["encoder.0.linear.weight"])

@@ -74,15 +74,16 @@ class PlacedEngine(Engine):
         trains_encoder, trains_decoder = (self.options.supervised != side for side in ("decoder", "encoder"))
         self.encoder_optimizer.begin(learning_rate, scale.to(at_encoder), not_finite.to(at_encoder))
         self.decoder_optimizer.begin(learning_rate, scale.to(at_decoder), not_finite.to(at_decoder))
+        if trains_encoder:
+            # Biases first: an optimizer that cannot be cut steps with its last weight, and norms are of after the step.
+            self.encoder_optimizer.update(
+                self.model.latent_dim, slice(None), sum_of(side.encoder_bias() for side in sides)
+            )
         for chunk in self.chunks(at_encoder):
             if trains_encoder:
                 for row, gradient in enumerate(sum_of(side.encoder_weight(chunk) for side in sides)):
                     self.encoder_optimizer.update(row, chunk, gradient)
             encoder_square += square(self.model.encoder_weight[:, chunk])
-        if trains_encoder:
-            self.encoder_optimizer.update(
-                self.model.latent_dim, slice(None), sum_of(side.encoder_bias() for side in sides)
-            )
         for chunk in self.chunks(at_decoder):
             if trains_decoder:
                 self._update_decoder(chunk, sides)

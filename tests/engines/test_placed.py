@@ -82,7 +82,7 @@ class Plain:
 
 
 def assert_same_training(
-    model: GradiendModel, chosen: StepOptions, sizes: Sequence[int], num_steps: int = 25, learning_rate: float = 3e-3
+    model: GradiendModel, chosen: StepOptions, sizes: Sequence[int], num_steps: int = 12, learning_rate: float = 3e-3
 ) -> None:
     plain, engine = Plain(model, chosen), PlacedEngine(model, chosen)
     start = copy.deepcopy(model.state_dict())
@@ -113,7 +113,7 @@ def test_step__equals_autograd_and_torchs_optimizer(optim, latent_dim, sizes):
 @pytest.mark.parametrize("encoder", ACTIVATIONS)
 def test_step__holds_for_every_encoder_activation(encoder, decoder, sizes):
     model = make_model(2, activation_encoder=encoder, activation_decoder=decoder)
-    assert_same_training(model, options(), sizes, num_steps=8)
+    assert_same_training(model, options(), sizes, num_steps=5)
 
 
 @pytest.mark.parametrize("sizes", [[1], [3]], ids=str)
@@ -121,7 +121,7 @@ def test_step__holds_for_every_encoder_activation(encoder, decoder, sizes):
 @pytest.mark.parametrize("decoder", ACTIVATIONS)
 def test_step__holds_for_every_decoder_activation(decoder, latent_dim, sizes):
     model = make_model(latent_dim, activation_decoder=decoder)
-    assert_same_training(model, options(max_grad_norm=0.02), sizes, num_steps=8)
+    assert_same_training(model, options(max_grad_norm=0.02), sizes, num_steps=5)
 
 
 @pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
@@ -145,7 +145,7 @@ def test_step__clips_as_torch_does(latent_dim, limit, sizes):
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-2])
 def test_step__passes_every_setting_on(optim, weight_decay, betas, epsilon):
     chosen = options(optim=optim, weight_decay=weight_decay, betas=betas, epsilon=epsilon)
-    assert_same_training(make_model(), chosen, [2], num_steps=10)
+    assert_same_training(make_model(), chosen, [2], num_steps=6)
 
 
 @pytest.mark.parametrize("supervised", ["encoder", "decoder"])
@@ -185,11 +185,11 @@ def test_step__accumulation_is_one_big_batch(parts, latent_dim):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 40, 102, 103, 104])
+@pytest.mark.parametrize("chunk", [5, 40, 102, 103, 104])
 @pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
 @pytest.mark.parametrize("decoder", ["id", "tanh"])
 def test_step__chunks_of_any_size_are_one_chunk(chunk, sizes, decoder, monkeypatch):
-    """103 entries: no chunk size but 1 and 103 divides. Fails if a tail is lost or a chunk is added twice."""
+    """103 entries, a prime: no chunk size but 103 divides. Fails if a tail is lost or a chunk is added twice."""
     models = [make_model(2, activation_decoder=decoder) for _ in range(2)]
     engines = [PlacedEngine(model, options(max_grad_norm=0.05)) for model in models]
     for step in range(6):
@@ -243,9 +243,9 @@ def state(engine: PlacedEngine) -> list[Tensor]:
     return [tensor.clone() for tensor in (*engine.model.state_dict().values(), *moments)]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("where", ["source", "target", "label"])
-@pytest.mark.parametrize("sizes", [[1], [3], [1, 2]], ids=str)
+@pytest.mark.parametrize("sizes", [[1], [1, 2]], ids=str)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_step__a_number_that_is_not_finite_changes_nothing_and_shows(value, where, sizes, first, limit):
@@ -346,9 +346,9 @@ class StandInDevices(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.device.__get__:
+        if func == Tensor.device.__get__:
             return self.of(args[0])
-        if func is Tensor.to:
+        if func == Tensor.to:
             return self.move(*args, **kwargs)
         wanted = kwargs.pop("device", None)
         places = self.places_of([*args, *kwargs.values()])
@@ -405,12 +405,15 @@ def placed_batches(batches: list[GradiendBatch], device: str) -> list[GradiendBa
     return [GradiendBatch(StandInDevices.put(b.source, at), StandInDevices.put(b.target, at), b.label) for b in batches]
 
 
-MODES: list[dict[str, Any]] = [
-    {},
-    {"max_grad_norm": 0.05},
-    {"supervised": "encoder"},
-    {"supervised": "decoder"},
-    {"optim": "adam"},
+# Settings of the step and of the model; supervised training has one label, so one latent.
+CURVED = {"activation_decoder": "tanh", "bias_decoder": False}
+MODES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"max_grad_norm": 0.05}, {}),
+    ({"max_grad_norm": 0.05, "optim": "adam"}, {"latent_dim": 2, **CURVED}),
+    ({"supervised": "encoder"}, {}),
+    ({"supervised": "decoder"}, {}),
+    ({"supervised": "decoder"}, CURVED),
 ]
 
 
@@ -418,9 +421,8 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "devices", [("cuda:0", "cuda:1", "cuda:2"), ("cuda:0", "cuda:1", "cuda:0"), ("cuda:0", "cuda:0", "cuda:1")], ids=str
 )
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(("mode", "changes"), MODES, ids=str)
 @pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"latent_dim": 2, "activation_decoder": "tanh", "bias_decoder": False}], ids=str)
 def test_step__on_several_devices_mixes_none_waits_for_none_and_is_the_same(devices, mode, sizes, changes):
     """Fails if a `.to` is missing or wrong anywhere, or if the step reads a value back and so stops the GPU."""
     encoder, decoder, base = devices
@@ -469,5 +471,5 @@ def test_stand_in_devices__allow_what_a_gpu_allows():
     a, b = (StandInDevices.put(torch.ones(3), torch.device(f"cuda:{i}")) for i in (1, 0))
     with StandInDevices():
         moved = (a.to(b.device) + b) * torch.tensor(2.0) + torch.zeros((), device="cuda:0")
-        assert (str(moved.device), str(a.device), str(moved[1:].T.data.device)) == ("cuda:0", "cuda:1", "cuda:0")
+        assert (str(moved.device), str(a.device), str(moved[1:].data.device)) == ("cuda:0", "cuda:1", "cuda:0")
         assert str(torch.zeros_like(a).device) == "cuda:1" == str(b.to(a).device)

@@ -37,11 +37,12 @@ OTHERS = "the said that would now and then a dog ran home walk away sing not com
 PIECES = ["##ess", "##s", "prin", "##c", "##e", "act", "##or", "##ress"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = {
-    word: number for number, word in enumerate([*SPECIAL, *OTHERS, ".", *NAMES, *itertools.chain(*WORDS.values()), *PIECES])
+    word: number
+    for number, word in enumerate([*SPECIAL, *OTHERS, ".", *NAMES, *itertools.chain(*WORDS.values()), *PIECES])
 }
 
-LOSS_RTOL = 2e-5
-SCORE_ATOL = 2e-5
+LOSS_RTOL = 1e-4
+SCORE_ATOL = 1e-4
 WEIGHT_ATOL = 1e-4
 NOISE_ATOL = 2e-3
 
@@ -111,13 +112,13 @@ class Result:
         return read(self.path / "training.json")
 
     @property
-    def param_map(self) -> list[dict[str, Any]]:
-        return read(self.path / "config.json")["mapping"]["param_map"]
+    def mapping(self) -> dict[str, Any]:
+        return read(self.path / "config.json")["mapping"]
 
     def selected(self) -> dict[str, torch.Tensor]:
-        """The index and mask tensors of the parameter map."""
-        files = [self.path / f"mapping_{kind}.safetensors" for kind in ("indices", "masks")]
-        return {name: tensor for file in files if file.exists() for name, tensor in load_file(file).items()}
+        """The index and mask tensors of the map; the reference leaves files of an earlier map beside the named ones."""
+        names = [self.mapping[kind] for kind in ("indices_file", "masks_file") if kind in self.mapping]
+        return {key: tensor for name in names for key, tensor in load_file(self.path / name).items()}
 
 
 def read(path: Path) -> Any:
@@ -158,8 +159,9 @@ def compare_records(one: dict[str, Any], two: dict[str, Any]) -> dict[str, float
     best, other_best = one["best_score_checkpoint"], two["best_score_checkpoint"]
     same_numbers(best, other_best)
     # Without required seeds a seed's own record has no verdict and leaves the means out; ours has them all the same.
-    unsaid = () if one["convergence_info"]["convergent_count"] is not None else ("convergent_min_target_class_abs_mean",)
-    same_numbers(one["convergence_info"], two["convergence_info"], ignored=unsaid)
+    info, other_info = one["convergence_info"], two["convergence_info"]
+    unsaid = ("convergent_min_target_class_abs_mean",) if info["convergent_count"] is None else ()
+    same_numbers(info, other_info, ignored=unsaid)
     if stats["scores"]:
         assert stats["label_value_to_class_name"] == other["label_value_to_class_name"]
     norms = [relative(stats[name], other[name]) for name in ("encoder_norms", "decoder_norms")]
@@ -174,7 +176,7 @@ def compare_records(one: dict[str, Any], two: dict[str, Any]) -> dict[str, float
 
 
 def compare_models(one: Result, two: Result) -> dict[str, float]:
-    assert one.param_map == two.param_map
+    assert one.mapping == two.mapping
     selected, other = one.selected(), two.selected()
     assert selected.keys() == other.keys()
     assert all(torch.equal(selected[name], other[name]) for name in selected), "other weights are selected"
@@ -196,7 +198,7 @@ def noise_entries(result: Result) -> torch.Tensor:
     """Which entries of the space are biases of keys."""
     selected = result.selected()
     parts = []
-    for entry in result.param_map:
+    for entry in result.mapping["param_map"]:
         full = torch.zeros(torch.Size(entry["shape"]), dtype=torch.bool).reshape(-1)
         if entry["name"].endswith("key.bias"):
             full[:] = True

@@ -1,0 +1,260 @@
+"""Training the seeds of a run: together or one after another, judged in order, the best one promoted."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from gradiend_dist import cache, seeds
+from gradiend_dist.arguments import PostPruneConfig, TrainingArguments, require
+from gradiend_dist.checkpoint import TRAINING, save_model
+from gradiend_dist.engines import StepOptions
+from gradiend_dist.engines.placed import PlacedEngine
+from gradiend_dist.files import explained, read_json, write_json
+from gradiend_dist.gradients import ItemRows
+from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, own_copies
+from gradiend_dist.model import ModelWithGradiend
+from gradiend_dist.schedule import make_schedule
+from gradiend_dist.seeds import SeedResult
+from gradiend_dist.space import ParameterSpace
+from gradiend_dist.workbench import Workbench
+
+logger = logging.getLogger(__name__)
+
+STATS = "training_stats.json"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run's results go."""
+
+    model: Path
+    """The promoted model."""
+    seeds: Path
+    experiment: Path | None
+    """None: the results are in a temporary directory."""
+
+    def seed(self, seed: int, args: TrainingArguments) -> Path:
+        """A seed's own directory; a single seed is promoted where it stands."""
+        return self.seeds / f"seed_{seed}" if args.max_seeds > 1 else self.model
+
+
+class SeedTraining:
+    """One call of `train()`."""
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        bench: Workbench,
+        places: Places,
+        fingerprint: dict[str, Any],
+        callbacks: Sequence[TrainerCallback],
+    ) -> None:
+        self.args, self.bench, self.places = args, bench, places
+        self.fingerprint, self.callbacks = fingerprint, callbacks
+        self._pruned: tuple[int, ParameterSpace] | None = None
+
+    def run(self) -> list[SeedResult]:
+        """Seeds in order, each judged before the next, until enough have converged.
+
+        Seeds that ride on one stream of gradients end together; they are judged in the same order, and those after the
+        last needed one are dropped, so that the result does not depend on how the seeds were trained.
+        """
+        all_seeds = [self.args.first_seed + i for i in range(self.args.max_seeds)]
+        cached = [s for s in all_seeds if self._is_reusable(s)]
+        to_train = [s for s in all_seeds if s not in cached]
+        together = self._in_parallel(to_train)
+        records: dict[int, dict[str, Any]] = {}
+        results: list[SeedResult] = []
+        for seed in all_seeds:
+            if seed in to_train and seed not in records:
+                group = to_train if together else [seed]
+                later = [s for s in to_train if s > group[-1]]
+                records.update(self._train_group(group, more_follow=bool(later)))
+            results.append(self._result(seed, records.get(seed), results))
+            logger.info("seed %d: %s (%s)", seed, *_verdict_words(results[-1]))
+            if seeds.enough(results, self.args) is not None:
+                self._drop([s for s in records if s > seed])
+                break
+        self._finish(results)
+        return results
+
+    def _is_reusable(self, seed: int) -> bool:
+        return cache.reusable(self._seed_path(seed), self.fingerprint, self.args.use_cache, of_one_seed=True)
+
+    def _in_parallel(self, to_train: list[int]) -> bool:
+        """Should all seeds ride on one stream of gradients?
+
+        If every gradient can be kept, training one after another costs no more and may stop early. If not, the base
+        model's work would be done once per seed: then together, where memory allows.
+        """
+        args = self.args
+        if args.seeds_in_parallel is False or len(to_train) < 2:
+            return False
+        if args.prunes_each_seed:
+            return False
+        if args.seeds_in_parallel:
+            return True
+        space = self._space(to_train[0])
+        fits = self.bench.seeds_fit_together(space, len(to_train))
+        return fits and not self._gradients_fit(space)
+
+    def _gradients_fit(self, space: ParameterSpace) -> bool:
+        plan = self._plan()
+        kinds = len({self.args.source, self.args.target})
+        return 4 * space.size * kinds * len(plan.schedule.batches) <= self.bench.store_bytes()
+
+    def _plan(self) -> Plan:
+        schedule = make_schedule(
+            self.bench.training_rows(),
+            self.args.train_batch_size,
+            seed=self.args.data_seed,
+            reference=self.args.behaviour.reference_data,
+        )
+        return Plan.of(self.args, schedule)
+
+    def _space(self, seed: int) -> ParameterSpace:
+        """The space a seed is trained in: one for all seeds, unless the reference's sampling is asked for."""
+        config = self.args.pre_prune_config
+        if config is None:
+            return self.bench.space
+        sample_seed = self.args.data_seed if config.seed is None else config.seed
+        if self.args.prunes_each_seed:
+            sample_seed = seed
+        if self._pruned is None or self._pruned[0] != sample_seed:
+            self._pruned = (sample_seed, self.bench.pre_pruned(config, sample_seed))
+        return self._pruned[1]
+
+    def _seed_path(self, seed: int) -> Path:
+        return self.places.seed(seed, self.args)
+
+    def _train_group(self, group: list[int], *, more_follow: bool) -> dict[int, dict[str, Any]]:
+        """Train these seeds on one stream of gradients; their outputs are complete afterwards."""
+        bench, args = self.bench, self.args
+        space = self._space(group[0])
+        if args.post_prune_config is not None:
+            check_mask(args.post_prune_config, space)
+        evaluation = None
+        if args.evaluates:
+            max_size = args.encoder_eval_train_max_size or args.encoder_eval_max_size
+            evaluation = bench.evaluation(space, self.bench.data.evaluation_split(), max_size, repeated=True)
+        runs = []
+        for seed in group:
+            model = bench.new_model(space, seed)
+            engine = PlacedEngine(model.gradiend, StepOptions.of(args))
+            runs.append(SeedRun(seed, model, engine, self._seed_path(seed), own_copies(self.callbacks)))
+        loop = TrainingLoop(
+            args,
+            runs,
+            self._plan(),
+            ItemRows(bench.training_rows(), bench.objective),
+            bench.gradients(space),
+            evaluation,
+            more_seeds_follow=more_follow,
+        )
+        loop.run()
+        return {run.seed: self._complete(run, loop) for run in runs}
+
+    def _complete(self, run: SeedRun, loop: TrainingLoop) -> dict[str, Any]:
+        """Bring a finished run's output into its final form: best or last weights, post-pruned, with its record."""
+        record = {**loop.record(run), "cache_fingerprint": {**self.fingerprint, "gradiend_input_dim": len(run.model)}}
+        verdict = seeds.judge(record, self.args, among_seeds=False)
+        record["convergence_info"] = seeds.convergence_info([verdict], self.args, verdict)
+        model = run.model
+        if self.args.save_only_best and run.best.saved:
+            model = self.bench.load(run.best_path)
+        if self.args.post_prune_config is not None:
+            post_prune(model, self.args.post_prune_config)
+            record["cache_fingerprint"]["gradiend_input_dim"] = len(model)
+        save_model(model, run.output, training=record)
+        if self.args.save_only_best and run.best.saved:  # only now: a full disk must not cost the trained weights
+            with explained(run.best_path):
+                shutil.rmtree(run.best_path)
+        if self.args.delete_models:
+            self._delete_intermediate(run.output)
+        return record
+
+    def _delete_intermediate(self, output: Path) -> None:
+        for pattern in (f"{output.name}_step_*", f"{output.name}_epoch_*", f"{output.name}_best"):
+            for path in output.parent.glob(pattern):
+                with explained(path):
+                    shutil.rmtree(path)
+
+    def _result(self, seed: int, record: dict[str, Any] | None, earlier: list[SeedResult]) -> SeedResult:
+        """Judge a seed; `record` is None where its earlier result is reused."""
+        path = self._seed_path(seed)
+        trained = record is not None
+        if record is None:
+            record = read_json(path / TRAINING)
+        verdict = seeds.judge(record, self.args, among_seeds=self.args.max_seeds > 1)
+        result = SeedResult(seed, path, record, trained, verdict)
+        if (
+            self.args.max_seeds > 1
+            and self.args.evaluates
+            and seeds.wants_selection_evaluation(result, earlier, self.args)
+        ):
+            max_size = self.args.seed_selection_eval_max_size or self.args.encoder_eval_max_size
+            model = self.bench.load(path).gradiend
+            evaluation = self.bench.evaluation(
+                model.space, self.bench.data.evaluation_split(), max_size, repeated=False
+            )
+            with torch.no_grad():
+                result.eval_correlation = evaluation.metrics(self.bench.encoder(model))["correlation"]
+        return result
+
+    def _drop(self, surplus: list[int]) -> None:
+        for seed in surplus:
+            logger.info("seed %d is dropped: enough seeds before it converged", seed)
+            with explained(self._seed_path(seed)):
+                shutil.rmtree(self._seed_path(seed))
+
+    def _finish(self, results: list[SeedResult]) -> None:
+        """Promote the best seed and write the reports; the promoted model is complete before anything is deleted."""
+        args = self.args
+        best, _, _ = seeds.select_best(results, args)
+        info = seeds.convergence_info([result.verdict for result in results], args, best.verdict)
+        if args.max_seeds > 1:
+            report = seeds.seed_report(results, args)
+            stability = seeds.topk_stability(results, args)
+            if stability is not None:
+                report["topk_stability"] = info["topk_stability"] = stability
+            seeds.promote(best.output, self.places.model)
+            write_json(self.places.model / TRAINING, {**best.record, "convergence_info": info})
+            write_json(self.places.seeds / seeds.REPORT, report)
+            seeds.strip_models(results, args)
+        if self.places.experiment is not None:
+            write_json(self.places.experiment / STATS, _all_stats(results, best), indent=None)
+
+
+def check_mask(config: PostPruneConfig, space: ParameterSpace) -> None:
+    """A mask over another space would be found out only when training is over."""
+    mask = config.mask
+    require(
+        mask is None or len(mask) == space.size,
+        f"post_prune_config.mask has {0 if mask is None else len(mask)} entries and the trained space {space.size}: "
+        "pass as many.",
+    )
+
+
+def post_prune(model: ModelWithGradiend, config: PostPruneConfig) -> None:
+    before = len(model)
+    model.prune_gradiend(topk=config.topk, threshold=config.threshold, mask=config.mask, part=config.part)
+    logger.info("post-prune: kept %s of %s weights by %s", f"{len(model):,}", f"{before:,}", config.part)
+
+
+def _verdict_words(result: SeedResult) -> tuple[str, str]:
+    return ("converged" if result.verdict.converged else "did not converge"), result.verdict.reason
+
+
+def _all_stats(results: list[SeedResult], best: SeedResult) -> dict[str, Any]:
+    """The documented training_stats.json: the promoted run's statistics, and those of every seed."""
+    kept = ("training_stats", "losses", "best_score_checkpoint", "convergence_info", "time")
+    per_seed = {result.seed: {name: result.record[name] for name in kept} for result in results}
+    return {"best_seed": best.seed, **per_seed[best.seed], "seeds": per_seed}
