@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from gradiend_dist.compat import CORRECTED, REFERENCE, Behaviour
 from gradiend_dist.errors import UserError
 from gradiend_dist.typecheck import check_types
 
+logger = logging.getLogger(__name__)
+
 Gradient = Literal["factual", "alternative", "diff"]
 Part = Literal["encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum"]
 
@@ -24,6 +27,10 @@ PARTS = ("encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum")
 GRADIENTS = ("factual", "alternative", "diff")
 ACTIVATIONS = ("tanh", "relu", "leakyrelu", "gelu", "silu", "elu", "sigmoid", "smht", "id")
 OBJECTIVES = ("auto", "mlm_mask_token", "clm_next_token")
+# What the reference accepts and loses on the way to the model.
+IGNORED_BY_REFERENCE = (
+    "latent_dim", "activation_encoder", "activation_decoder", "bias_decoder", "torch_dtype", "evaluate_fn",
+)  # fmt: skip
 SCHEDULERS = (
     "constant",
     "constant_with_warmup",
@@ -303,6 +310,16 @@ class TrainingArguments(
         self._check_evaluation()
         self._check_seeds()
         self._check_model()
+        if self.behaviour.model_arguments_ignored:
+            self._forget_what_the_reference_ignores()
+
+    def _forget_what_the_reference_ignores(self) -> None:
+        """With a warning: they have no effect on the results that `compat` asks for."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name in IGNORED_BY_REFERENCE and value != item.default:
+                logger.warning("%s=%s has no effect in the reference, so it has none under compat", item.name, value)
+                setattr(self, item.name, item.default)
 
     def _take_plain_values(self) -> None:
         """Paths and dtypes as text, mappings as configurations: what Python users and files write for the same."""

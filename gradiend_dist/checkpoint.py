@@ -92,7 +92,7 @@ def save_model(
 
 
 def _save_tokenizer(tokenizer: Any, path: Path) -> None:
-    """By way of a temporary directory: the tokenizers library tells a full disk by a bare Exception, a copy by OSError."""
+    """Through a temporary directory: the tokenizers library tells a full disk by a bare Exception, a copy does not."""
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer.save_pretrained(temporary)
         shutil.copytree(temporary, path)

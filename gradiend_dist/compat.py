@@ -24,6 +24,10 @@ class Behaviour:
     """Row numbers of a stratified sample are used as places in the alternating schedule, so the sample is not
     stratified, and it is drawn anew for every seed. Corrected: one stratified sample for all seeds."""
 
+    pre_prune_mixes_directions: bool
+    """Gradients of both directions are averaged before their size is taken; with source=diff they have opposite signs
+    and cancel, and what is kept is what the feature does not move. Corrected: sizes of the means of each direction."""
+
     topk_in_float32: bool
     """The number of weights to keep is rounded through float32 (off by a few above 1.6e7). Corrected: exact."""
 
@@ -37,6 +41,10 @@ class Behaviour:
     step_zero_competes: bool
     """The untrained model's correlation can win `best`, and then the last model is kept; without evaluation the model
     of step 1 is kept. Corrected: trained steps compete; without evaluation the last model is kept."""
+
+    model_arguments_ignored: bool
+    """latent_dim, activation_encoder, activation_decoder, bias_decoder, torch_dtype and evaluate_fn have no effect on
+    training. Corrected: they have."""
 
     no_strategy_is_ignored: bool
     """eval_strategy=no and save_strategy=no have no effect. Corrected: nothing is evaluated, no checkpoint is kept."""
@@ -80,10 +88,12 @@ REFERENCE = Behaviour(
     reference_data=True,
     causal_label_early=True,
     pre_prune_by_row_number=True,
+    pre_prune_mixes_directions=True,
     topk_in_float32=True,
     flip_below=-0.6,
     flip_decoder_bias=True,
     step_zero_competes=True,
+    model_arguments_ignored=True,
     no_strategy_is_ignored=True,
     evaluation_by_class=True,
     differences_unevaluated=True,
@@ -100,10 +110,12 @@ CORRECTED = Behaviour(
     reference_data=False,
     causal_label_early=False,
     pre_prune_by_row_number=False,
+    pre_prune_mixes_directions=False,
     topk_in_float32=False,
     flip_below=0.0,
     flip_decoder_bias=False,
     step_zero_competes=False,
+    model_arguments_ignored=False,
     no_strategy_is_ignored=False,
     evaluation_by_class=False,
     differences_unevaluated=False,

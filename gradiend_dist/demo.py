@@ -168,9 +168,9 @@ RUN: dict[str, Any] = {
     "target_classes": ["M", "F"],
     "add_identity_for_other_classes": True,
     "train_batch_size": 8,
-    "max_steps": 250,
-    "eval_steps": 50,
-    "learning_rate": 3e-4,
+    "max_steps": 150,
+    "eval_steps": 10,
+    "learning_rate": 2e-4,
     "max_seeds": 3,
     "min_convergent_seeds": None,
     "pre_prune_config": {"n_samples": 16, "topk": 0.1, "source": "diff"},
@@ -460,7 +460,12 @@ def _pretrain(model: PreTrainedModel, rows: Batch, to_labelled: Callable[[Batch]
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> Path:
     directory = _make_directory(directory)
-    model.save_pretrained(directory)
+    disabled_before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # saving imports DeepSpeed where it is installed, which warns if there is no GPU
+    try:
+        model.save_pretrained(directory)
+    finally:
+        logging.disable(disabled_before)
     tokenizer.save_pretrained(directory)
     return directory
 
@@ -492,7 +497,8 @@ def write_demo(directory: str | Path, *, kind: Kind = "masked", seed: int = 0) -
         frame.to_csv(data / f"{label}.csv", index=False)
     neutral = directory / "neutral.csv"
     neutral_data(seed).to_csv(neutral, index=False)
-    paths = {"model": model, "data": data, "eval_neutral_data": neutral, "experiment_dir": directory / "runs" / kind}
+    results = directory / f"results_{kind}"
+    paths = {"model": model, "data": data, "eval_neutral_data": neutral, "experiment_dir": results}
     settings = {**{key: str(path) for key, path in paths.items()}, **RUN, "seed": seed}
     run = directory / "run.yaml"
     run.write_text(yaml.safe_dump(settings, sort_keys=False))

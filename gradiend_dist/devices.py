@@ -31,7 +31,7 @@ def place(
 ) -> Placement:
     """Which device holds what, from the number of visible GPUs alone; explicit devices override.
 
-    0: all on the CPU. 1: all on cuda:0. 2: encoder and base on 0, decoder on 1. 3 or more: encoder 0, decoder 1, base 2.
+    0: all on the CPU. 1: all on cuda:0. 2: encoder and base on 0, decoder on 1. From 3: encoder 0, decoder 1, base 2.
     With `encoder_decoder_same_device` and at least 2: encoder and decoder on 0, base on 1.
     """
     if num_gpus == 0:

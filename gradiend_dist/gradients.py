@@ -5,8 +5,11 @@ An item is a few rows of one direction; its factual, alternative and diff gradie
 the same gradients in every epoch, for every seed and at every evaluation.
 
 How a gradient gets into its vector: a hook on each weight fires as soon as that weight's gradient is complete, copies
-the selected entries to their place, and drops the rest. At no time do all weights have a `.grad`. Embeddings hand over
-the rows that were looked up: the dense gradient of a vocabulary is zero but for those, and costs more than they do.
+the selected entries to their place, and drops the rest. At no time do all weights have a `.grad`.
+
+A vocabulary's weight has no dense gradient at all, which would cost more than the rest of a small model: as embedding
+it hands over the rows that were looked up, as output layer the product of what came in and the gradient of what went
+out, written to its place or formed for the rows with selected entries alone.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch import Tensor, nn
 
 from gradiend_dist.files import explained
 from gradiend_dist.objectives import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
-from gradiend_dist.space import ParameterSpace, Weight, select_entries
+from gradiend_dist.space import ParameterSpace, Weight, backbone_module, select_entries
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +99,13 @@ class BaseGradients:
             (weight, parameters[weight.name], None if weight.selected is None else weight.selected.to(self.device))
             for weight in space.active()
         ]
-        by_parameter = {id(parameter): (weight, indices) for weight, parameter, indices in self.weights}
+        mine = {id(parameter): (weight, indices) for weight, parameter, indices in self.weights}
         self._embeddings = [
-            (module, *by_parameter[id(module.weight)])
+            (module, *mine[id(module.weight)])
             for module in model.modules()
-            if is_plain_embedding(module) and id(module.weight) in by_parameter
+            if is_plain_embedding(module) and id(module.weight) in mine
         ]
+        self._heads = [(module, *mine[id(module.weight)]) for module in output_layers(model) if id(module.weight) in mine]
         self._vectors: dict[str, Tensor] = {}
         self._into: list[tuple[str, float]] = []
         self._written: set[tuple[str, str]] = set()
@@ -115,7 +119,7 @@ class BaseGradients:
                 for rows in self._micro_batches(item):
                     self._accumulate(rows, item, list(self._vectors))
             for kind, (weight, _, _) in itertools.product(self._vectors, self.weights):
-                self._range(kind, weight)  # zero where nothing came
+                self._range(kind, weight, as_zeros=True)
             if self._scale == 1.0 or all(bool(v.isfinite().all()) for v in self._vectors.values()):
                 return self._vectors
             self._scale /= 2.0
@@ -192,6 +196,9 @@ class BaseGradients:
             module.register_forward_hook(self._row_collector(weight, indices), with_kwargs=True)
             for module, weight, indices in self._embeddings
         ]
+        for module, weight, indices in self._heads:
+            hooks.append(module.register_forward_pre_hook(ask_no_gradient))
+            hooks.append(module.register_forward_hook(self._product_collector(weight, indices)))
         try:
             yield
         finally:
@@ -203,13 +210,7 @@ class BaseGradients:
 
     def _collector(self, weight: Weight, indices: Tensor | None) -> Any:
         def collect(parameter: Tensor) -> None:
-            entries = select_entries(take_gradient(parameter), weight, indices).float()
-            for kind, factor in self._into:
-                if (kind, weight.name) in self._written:
-                    self._range(kind, weight).add_(entries, alpha=factor / self._scale)
-                else:  # a third of the memory traffic of filling with zeros and adding
-                    self._written.add((kind, weight.name))
-                    torch.mul(entries, factor / self._scale, out=self._range(kind, weight))
+            self._add(weight, select_entries(take_gradient(parameter), weight, indices).float())
 
         return collect
 
@@ -233,6 +234,31 @@ class BaseGradients:
 
         return cut
 
+    def _product_collector(self, weight: Weight, indices: Tensor | None) -> Any:
+        """A forward hook that forms the gradient of a linear layer's weight from its input and its output's gradient."""
+
+        def watch(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+            module.weight.requires_grad_()  # a hook before this one has kept autograd from forming it
+            if not output.requires_grad:
+                return
+            entered = args[0].detach().float().reshape(-1, module.in_features)
+
+            def collect(gradient: Tensor) -> None:
+                self._add_product(weight, indices, gradient.float().reshape(len(entered), -1), entered)
+
+            output.register_hook(collect)
+
+        return watch
+
+    def _add(self, weight: Weight, entries: Tensor) -> None:
+        """Add to the vectors of this pass; what comes first overwrites, at half the memory traffic of adding to zeros."""
+        for kind, factor in self._into:
+            part, kept = self._range(kind, weight)
+            if kept:
+                part.add_(entries, alpha=factor / self._scale)
+            else:
+                torch.mul(entries, factor / self._scale, out=part)
+
     def _add_rows(self, weight: Weight, indices: Tensor | None, rows: Tensor, gradient: Tensor) -> None:
         """Add the gradient of these rows (each of them once) of a matrix."""
         shape, places, entries = weight.shape, rows, gradient
@@ -241,15 +267,31 @@ class BaseGradients:
             places, row, column = entries_of_rows(indices, rows, width=weight.shape[-1])
             entries = gradient[row, column]
         for kind, factor in self._into:
-            self._range(kind, weight).view(shape).index_add_(0, places, entries, alpha=factor / self._scale)
+            part, _ = self._range(kind, weight, as_zeros=True)
+            part.view(shape).index_add_(0, places, entries, alpha=factor / self._scale)
 
-    def _range(self, kind: str, weight: Weight) -> Tensor:
-        """A weight's part of a vector; zero as long as nothing was written there."""
-        part = self._vectors[kind][weight.offset : weight.stop]
-        if (kind, weight.name) not in self._written:
-            self._written.add((kind, weight.name))
+    def _add_product(self, weight: Weight, indices: Tensor | None, a: Tensor, b: Tensor) -> None:
+        """Add a^T b, a matrix of the weight's shape."""
+        if indices is not None:
+            width = weight.shape[-1]
+            rows, row = (indices // width).unique_consecutive(return_inverse=True)
+            self._add(weight, (a[:, rows].T @ b)[row, indices % width])
+            return
+        for kind, factor in self._into:
+            part, kept = self._range(kind, weight)
+            matrix = part.view(weight.shape)
+            torch.addmm(matrix, a.T, b, beta=float(kept), alpha=factor / self._scale, out=matrix)
+
+    def _range(self, kind: str, weight: Weight, *, as_zeros: bool = False) -> tuple[Tensor, bool]:
+        """A weight's part of a vector, for writing, and is there something in it to keep?
+
+        If not, it holds anything (with `as_zeros`: zeros).
+        """
+        part, kept = self._vectors[kind][weight.offset : weight.stop], (kind, weight.name) in self._written
+        self._written.add((kind, weight.name))
+        if as_zeros and not kept:
             part.zero_()
-        return part
+        return part, kept
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -263,9 +305,19 @@ def take_gradient(tensor: Tensor) -> Tensor:
     return gradient
 
 
+def ask_no_gradient(module: nn.Linear, _args: Any) -> None:
+    module.weight.requires_grad_(False)
+
+
 def is_plain_embedding(module: nn.Module) -> bool:
     """A table that is only looked up. Subclasses may do more (some scale what they return) and are left to autograd."""
     return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+
+
+def output_layers(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers above the backbone: one of them may share the weight of the embeddings."""
+    below = {id(module) for module in backbone_module(model).modules()}
+    return [module for module in model.modules() if type(module) is nn.Linear and id(module) not in below]
 
 
 def entries_of_rows(indices: Tensor, rows: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,6 @@ import logging
 import random
 
 import pandas as pd
-import torch
 from torch import Tensor
 
 from gradiend_dist.arguments import PrePruneConfig
@@ -22,20 +21,19 @@ logger = logging.getLogger(__name__)
 def pre_prune(
     base: BaseGradients, rows: pd.DataFrame, config: PrePruneConfig, *, seed: int, behaviour: Behaviour
 ) -> Tensor:
-    """Positions of the space to keep: largest |mean gradient| over a few single-row examples.
+    """Positions of the space to keep: those with the largest |mean gradient| over a few single-row examples.
 
     The mean of single-row gradients is the gradient of the mean of their losses, so one backward pass serves all
-    examples of a micro-batch, and one vector of size n is all the memory there is.
+    examples of a micro-batch. The mean is taken within each direction, and the sizes are added: a diff changes its
+    sign with the direction, and a mean over both would rank highest what does not depend on the feature.
     """
     seed = config.seed if config.seed is not None else seed
     positions = sample_positions(rows, config.n_samples, seed, by_row_number=behaviour.pre_prune_by_row_number)
-    item = ItemRows(rows, base.objective).item(positions, per_row_mean=True)
-    importance = base.compute(item, [config.source])[config.source].abs_().cpu()
-    if not bool(importance.isfinite().all()):
-        raise UserError(
-            f"The gradient of the pre-prune examples is not finite ({item.name}): check the base model's weights and "
-            "these rows."
-        )
+    groups = [positions]
+    if not behaviour.pre_prune_mixes_directions:
+        direction = rows["feature_class_id"].tolist()
+        groups = [[p for p in positions if direction[p] == wanted] for wanted in (0, 1)]
+    importance = sum_of_sizes(base, ItemRows(rows, base.objective), [group for group in groups if group], config.source)
     keep = select_entries_to_keep(
         base.space.size,
         threshold=config.threshold,
@@ -47,6 +45,22 @@ def pre_prune(
         "pre-prune: kept %s of %s weights by %d examples", f"{keep.numel():,}", f"{base.space.size:,}", len(positions)
     )
     return keep
+
+
+def sum_of_sizes(base: BaseGradients, rows: ItemRows, groups: list[list[int]], source: str) -> Tensor:
+    """Mean over the groups of |mean gradient of the group's rows|, on the CPU; two vectors of size n at a time."""
+    total: Tensor | None = None
+    for group in groups:
+        item = rows.item(group, per_row_mean=True)
+        size = base.compute(item, [source])[source].abs_().div_(len(groups))
+        if not bool(size.isfinite().all()):
+            raise UserError(
+                f"The gradient of the pre-prune examples is not finite ({item.name}): check the base model's weights "
+                "and these rows."
+            )
+        total = size if total is None else total.add_(size)
+    assert total is not None, "there is at least one example"
+    return total.cpu()
 
 
 def sample_positions(rows: pd.DataFrame, n_samples: int, seed: int, *, by_row_number: bool) -> list[int]:
@@ -71,9 +85,3 @@ def sample_positions(rows: pd.DataFrame, n_samples: int, seed: int, *, by_row_nu
     schedule = make_schedule(rows, 1, seed=seed, reference=True, shuffle=False)
     visited = schedule.epoch(0)
     return [int(schedule.batches[visited[place]][0]) for place in chosen]
-
-
-def importance_mask(keep: Tensor, size: int) -> Tensor:
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[keep] = True
-    return mask

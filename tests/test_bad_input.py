@@ -28,7 +28,15 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from gradiend_dist import checkpoint, train
+from gradiend_dist import (
+    PostPruneConfig,
+    TextPredictionTrainer,
+    TrainingArguments,
+    UserError,
+    checkpoint,
+    create_model_with_gradiend,
+    train,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "gradiend-dist train: error: "
@@ -759,32 +767,30 @@ DISK_FULL = {
 }
 
 
-@pytest.mark.parametrize("at_call", [1, 2])
+@pytest.mark.parametrize("at", ["model_best", "model"])
 @pytest.mark.parametrize("error", DISK_FULL.values(), ids=list(DISK_FULL))
 def test_disk_full__in_the_middle_is_one_line_and_costs_no_model(
-    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, at_call: int
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, at: str
 ) -> None:
-    """At the first write, a checkpoint, or the second, the promoted model. What was promoted before stays, and so does
-    the best checkpoint of this run; half-written directories do not."""
-    calls = []
+    """While a checkpoint is written, or the promoted model. What was promoted before stays, and so does the best
+    checkpoint of this run; half-written directories do not."""
 
     def save(tensors: dict[str, torch.Tensor], path: str, **options: Any) -> None:
-        calls.append(path)
-        if len(calls) >= at_call:
+        if Path(path).parent.name.startswith(f".{at}.partial"):
             Path(path).write_bytes(b"half a fi")
             raise error
         save_file(tensors, path, **options)
 
     monkeypatch.setattr(checkpoint, "save_file", save)
     before = content(stage.runs / "model")
-    assert train.main(stage.command()) == 2, f"{len(calls)} files were written"
+    assert train.main(stage.command()) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert_says(lines[0], (str(stage.runs), "cannot be written", "No space left on device", "free space"))
     assert content(stage.runs / "model") == before, "the model promoted before was lost"
     left = [path.name for path in stage.runs.iterdir()]
     assert not [name for name in left if name.startswith(".")], left
-    if at_call > 1:
+    if at == "model":
         load_file(stage.runs / "model_best" / "model.safetensors")
 
 
@@ -839,6 +845,35 @@ def test_post_pruning__to_nothing_keeps_the_trained_weights(stage: Stage, capsys
     load_file(stage.runs / "model_best" / "model.safetensors")
 
 
+# --- from Python
+
+
+def test_mask__over_another_space_is_refused_before_the_first_step(stage: Stage) -> None:
+    """Its length can only be checked against the trained space, but not only after training."""
+    args = TrainingArguments(
+        experiment_dir=str(stage.runs),
+        max_seeds=1,
+        post_prune_config=PostPruneConfig(topk=None, mask=torch.ones(3, dtype=torch.bool)),
+    )
+    trainer = TextPredictionTrainer(str(stage.model), data=str(stage.data), target_classes=["M", "F"], args=args)
+    before = content(stage.runs)
+    with pytest.raises(UserError, match="post_prune_config.mask has 3 entries and the trained space [0-9]+: pass as"):
+        trainer.train()
+    assert content(stage.runs) == before
+
+
+def test_save_pretrained__never_replaces_what_is_no_model(stage: Stage) -> None:
+    """A model directory is replaced as a whole: the files of a directory with something else would be gone."""
+    model = create_model_with_gradiend(str(stage.model))
+    before = content(stage.data)
+    with pytest.raises(UserError, match="would be replaced"):
+        model.save_pretrained(stage.data)
+    assert content(stage.data) == before
+    for _ in range(2):  # into a new place, and over itself
+        model.save_pretrained(stage.root / "saved")
+    load_file(stage.root / "saved" / "model.safetensors")
+
+
 # --- several processes, and the command as a process of its own
 
 
@@ -881,6 +916,18 @@ def test_process__ends_with_2_and_one_line(
     assert "Traceback" not in result.stderr and result.stdout == ""
     assert_says(lines[-1], says)
     assert content(stage.runs) == before
+
+
+def test_message__of_several_lines_becomes_one(
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sentences quote other libraries, which write what they like."""
+
+    def run(_command: Any) -> int:
+        raise UserError("the library says:\n\n  something\n  over several lines")
+
+    monkeypatch.setattr(train, "run", run)
+    assert refusal(stage, capsys) == "the library says: something over several lines"
 
 
 def test_table__has_at_least_forty_wrong_inputs() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +134,7 @@ def test_save__the_map_is_in_the_references_format(base_path, tmp_path, selectio
     }
 
 
-@pytest.fixture
-def without_onednn() -> Iterator[None]:
-    """Some virtual machines announce matrix instructions that they do not have: oneDNN's half kernels then crash."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
-
-
-@pytest.mark.usefixtures("without_onednn")
+@tiny.without_onednn()
 def test_save_and_load__keep_bfloat16(base_path, tmp_path):
     model = make_model(base_path)
     model.gradiend.to(torch.bfloat16)
@@ -149,7 +142,9 @@ def test_save_and_load__keep_bfloat16(base_path, tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
     loaded = ModelWithGradiend.from_pretrained(tmp_path / "m")
     assert loaded.gradiend.torch_dtype == torch.bfloat16
-    assert all(torch.equal(a, b) for a, b in zip(model.gradiend.parameters(), loaded.gradiend.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.gradiend.parameters(), loaded.gradiend.parameters(), strict=True)
+    )
     assert torch.equal(loaded.encode(TEXT, "he"), model.encode(TEXT, "he"))
 
 

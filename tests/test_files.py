@@ -87,9 +87,9 @@ def test_new_directory__clears_what_a_killed_process_of_the_same_number_left(tmp
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left on device")]
 )
 def test_new_directory__a_full_disk_is_told_in_one_sentence(tmp_path, error):
-    with pytest.raises(UserError, match=r"/model cannot be written \(No space left on device\): free space"):
-        with new_directory(tmp_path / "model"):
-            raise error
+    message = r"/model cannot be written \(No space left on device\): free space"
+    with pytest.raises(UserError, match=message), new_directory(tmp_path / "model"):
+        raise error
     assert not list(tmp_path.iterdir())
 
 

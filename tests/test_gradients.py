@@ -36,7 +36,11 @@ ROWS = [
     ("[MASK] was old", "she", "he"),
     ("the doctor and the nurse said that [MASK] was tired and left home early today .", "he", "it"),
 ]
-MULTI_TOKEN_ROWS = [*ROWS, ("a woman said ( [MASK] ) today", "herself", "he"), ("old [MASK] .", "themselves", "herself")]
+MULTI_TOKEN_ROWS = [
+    *ROWS,
+    ("a woman said ( [MASK] ) today", "herself", "he"),
+    ("old [MASK] .", "themselves", "herself"),
+]
 
 
 class Base:
@@ -211,27 +215,14 @@ def test_compute__per_row_mean_is_the_mean_of_rows_alone(base):
 
 @pytest.mark.parametrize("base", ["bert", "gpt2"], indirect=True)
 def test_compute__the_tokenizers_padding_side_and_token_do_not_matter(base):
-    item = base.item(MULTI_TOKEN_ROWS)
-    expected = base.gradients().compute(item, ["diff"])["diff"]
+    expected = base.gradients().compute(base.item(MULTI_TOKEN_ROWS), ["diff"])["diff"]
+    other = Base("bert" if base.is_masked else "gpt2")
     for side in ("left", "right"):
-        for pad in (0, 7):
-            make = tiny.wordpiece_tokenizer if base.is_masked else tiny.byte_level_tokenizer
-            base_gradients = base.gradients()
-            tokenizer = make(padding_side=side)
-            base_gradients.pad_id = pad
-            item = Item(tuple(ClozeRow(*(again(base, tokenizer, text, w) for w in words)) for text, *words in rows(base)))
-            assert_close(base_gradients.compute(item, ["diff"])["diff"], expected)
-
-
-def again(base: Base, tokenizer: Any, text: str, word: str) -> Cloze:
-    return type(base.objective)(tokenizer, 40, "[MASK]", **({} if base.is_masked else {"label_early": False})).cloze(
-        text, word
-    )
-
-
-def rows(base: Base) -> list[tuple[str, str, str]]:
-    prefix = "" if base.is_masked else "The man said. "
-    return [(prefix + text, factual, alternative) for text, factual, alternative in MULTI_TOKEN_ROWS]
+        for pad_token in ("he", ","):
+            other.tokenizer.padding_side, other.tokenizer.pad_token = side, pad_token
+            calculator = other.gradients()
+            assert calculator.pad_id == other.tokenizer.convert_tokens_to_ids(pad_token) != base.gradients().pad_id
+            assert_close(calculator.compute(other.item(MULTI_TOKEN_ROWS), ["diff"])["diff"], expected)
 
 
 def test_compute__works_without_a_pad_token():
@@ -352,14 +343,7 @@ def test_compute__an_identity_among_other_rows_counts_in_the_mean(bert, size):
 # --- lower precision
 
 
-@pytest.fixture
-def without_onednn() -> Iterator[None]:
-    """Some virtual machines announce matrix instructions that they do not have: oneDNN's half kernels then crash."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
-
-
-@pytest.mark.usefixtures("without_onednn")
+@tiny.without_onednn()
 def test_compute__bfloat16_is_close_to_float32_and_not_equal(bert):
     item = bert.item(MULTI_TOKEN_ROWS)
     exact = bert.gradients().compute(item, KINDS)
@@ -370,7 +354,7 @@ def test_compute__bfloat16_is_close_to_float32_and_not_equal(bert):
         assert (rounded[kind] - exact[kind]).norm() < 0.05 * exact[kind].norm()
 
 
-@pytest.mark.usefixtures("without_onednn")
+@tiny.without_onednn()
 def test_compute__a_bfloat16_model_gives_float32_vectors(bert):
     half = Base("bert")
     half.model.to(torch.bfloat16)
@@ -380,7 +364,7 @@ def test_compute__a_bfloat16_model_gives_float32_vectors(bert):
     assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.usefixtures("without_onednn")
+@tiny.without_onednn()
 @pytest.mark.parametrize("scale", [2.0**14, 2.0**40])
 def test_compute__float16_halves_its_scale_until_the_gradient_is_finite(bert, scale, monkeypatch, caplog):
     """At 2^40 every activation gradient overflows: infinities must neither be returned nor added to the next try."""
@@ -399,7 +383,7 @@ def test_compute__float16_halves_its_scale_until_the_gradient_is_finite(bert, sc
     assert calculator._scale == found, "the scale that works is kept"
 
 
-@pytest.mark.usefixtures("without_onednn")
+@tiny.without_onednn()
 def test_compute__float16_gives_up_on_a_gradient_that_is_never_finite():
     """Fails by not ending. The trainer then names the item."""
     base = Base("bert")
@@ -561,7 +545,7 @@ def test_disk__a_damaged_file_is_computed_again_and_repaired(bert, tmp_path, dam
 
 
 def test_store_directory__is_another_one_for_all_that_a_gradient_depends_on(tmp_path):
-    """Fails if a gradient of another model, tokenizer, selection, objective or precision could be taken for this one."""
+    """Fails if a gradient of another model, tokenizer, selection or precision could be taken for this one."""
 
     def directory(base: Base, space: ParameterSpace | None = None, tokenizer: Any = None, **options: Any) -> Path:
         calculator = base.gradients(space, **options)
@@ -620,7 +604,10 @@ def test_disk__another_model_does_not_find_the_gradients_of_the_first(tmp_path):
 
 def test_item_rows__tokenize_a_row_when_it_is_first_wanted(bert):
     table = pd.DataFrame(
-        [{"masked": t, "factual": f, "alternative": a, "transition": "x→y", "label": 1.0} for t, f, a in MULTI_TOKEN_ROWS]
+        [
+            {"masked": t, "factual": f, "alternative": a, "transition": "x→y", "label": 1.0}
+            for t, f, a in MULTI_TOKEN_ROWS
+        ]
     )
     asked: list[str] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -316,13 +316,6 @@ def test_topk_weights__are_base_global_and_most_important_first(topk):
 # --- with a base model
 
 
-@pytest.fixture
-def without_onednn() -> Iterator[None]:
-    """Some virtual machines announce matrix instructions that they do not have: oneDNN's half kernels then crash."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
-
-
 def whole(family: str = "bert", *, keep: int | None = None, **options: Any) -> ModelWithGradiend:
     tokenizer = tiny.wordpiece_tokenizer() if family == "bert" else tiny.byte_level_tokenizer()
     base = tiny.base_model(family, len(tokenizer))
@@ -389,7 +382,7 @@ def test_rewrite__names_a_part_that_is_not_there():
         model.rewrite_base_model(1.0, part="nothing")
 
 
-@pytest.mark.usefixtures("without_onednn")
+@tiny.without_onednn()
 def test_rewrite__works_in_bfloat16():
     """The reference fails. The step is rounded once, to the type of the base weight."""
     model = whole()
@@ -474,7 +467,9 @@ def test_create__names_what_is_missing():
 def test_whole__rejects_another_base_model():
     model = whole()
     larger = tiny.base_model("bert", 99)
-    with pytest.raises(UserError, match=r"names bert.embeddings.word_embeddings.weight of shape .* has shape \(99, 12\)"):
+    with pytest.raises(
+        UserError, match=r"names bert.embeddings.word_embeddings.weight of shape .* has shape \(99, 12\)"
+    ):
         ModelWithGradiend(larger, model.gradiend, model.tokenizer)
     with pytest.raises(UserError, match="no such weight"):
         ModelWithGradiend(tiny.base_model("gpt2", 99), model.gradiend, model.tokenizer)

@@ -1,4 +1,4 @@
-"""From a row with a blank to token ids: what is read, what is asked for, and that reading few logits changes nothing."""
+"""From a row with a blank to token ids: what is read, what is asked for, and that few logits are enough."""
 
 from __future__ import annotations
 
@@ -173,7 +173,9 @@ def test_causal__a_word_without_a_space_before_it_has_none_in_its_label(kind):
     objective = causal(tokenizer)
     cloze = objective.cloze("The man left home.[MASK] was tired", "she")
     assert not tokens(objective, cloze.labels)[0].startswith(mark)
-    assert tokenizer.decode([*cloze.input_ids, *cloze.labels], skip_special_tokens=True).startswith("The man left home.")
+    assert tokenizer.decode([*cloze.input_ids, *cloze.labels], skip_special_tokens=True).startswith(
+        "The man left home."
+    )
 
 
 @pytest.mark.parametrize("gap", ["  ", "\n", " \n", "\n\n", "\t", " \n "])

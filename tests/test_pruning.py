@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArgumen
 from gradiend_dist.compat import CORRECTED, REFERENCE
 from gradiend_dist.demo import reflexive_data
 from gradiend_dist.gradients import ItemRows
-from gradiend_dist.pruning import pre_prune, sample_positions
+from gradiend_dist.pruning import pre_prune, sample_positions, sum_of_sizes
 
 
 def trainer_for(model: Path, frames: Any, **options: Any) -> TextPredictionTrainer:
@@ -27,7 +28,7 @@ def trainer_for(model: Path, frames: Any, **options: Any) -> TextPredictionTrain
 def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
     masked_lm: Path, feature_frames: Any, source: str, words: str
 ) -> None:
-    """Fails if rows with more pieces weigh more, if the sign is dropped before the mean, or if ties go elsewhere."""
+    """Fails if rows with more pieces weigh more, if directions cancel, or if the sign is dropped within one."""
     frames = feature_frames if words == "single" else reflexive_data()
     trainer = trainer_for(masked_lm, frames, base_micro_batch_size=3)
     bench = trainer.workbench
@@ -36,9 +37,12 @@ def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
     base = bench.base_gradients(bench.space)
     kept = pre_prune(base, rows, config, seed=0, behaviour=CORRECTED)
     items = ItemRows(rows, bench.objective)
-    mean = torch.zeros(bench.space.size, dtype=torch.float64)
-    for position in sample_positions(rows, 7, 5, by_row_number=False):
-        mean += base.compute(items.item([position]), [source])[source].double()
+    sums = torch.zeros(2, bench.space.size, dtype=torch.float64)
+    positions = sample_positions(rows, 7, 5, by_row_number=False)
+    for position in positions:
+        sums[rows["feature_class_id"][position]] += base.compute(items.item([position]), [source])[source].double()
+    counts = rows["feature_class_id"][positions].value_counts()
+    mean = sums[0].abs() / counts[0] + sums[1].abs() / counts[1]
     expected = torch.topk(mean.abs(), len(kept)).indices.sort().values
     assert len(kept) == -(-bench.space.size * 13 // 1000)
     differing = set(kept.tolist()) ^ set(expected.tolist())
@@ -48,19 +52,38 @@ def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
 
 
 def test_pre_prune__threshold_then_topk(masked_lm: Path, feature_frames: Any) -> None:
-    trainer = trainer_for(masked_lm, feature_frames)
-    bench = trainer.workbench
-    base = bench.base_gradients(bench.space)
-    item = ItemRows(bench.training_rows(), bench.objective).item(
-        sample_positions(bench.training_rows(), 4, 1, by_row_number=False), per_row_mean=True
-    )
-    importance = base.compute(item, ["alternative"])["alternative"].abs()
+    bench = trainer_for(masked_lm, feature_frames).workbench
+    rows = bench.training_rows()
+    base, items = bench.base_gradients(bench.space), ItemRows(rows, bench.objective)
+    positions = sample_positions(rows, 4, 1, by_row_number=False)
+    groups = [[p for p in positions if rows["feature_class_id"][p] == direction] for direction in (0, 1)]
+    importance = sum_of_sizes(base, items, groups, "alternative")
     threshold = float(importance.quantile(0.9))
     above = int((importance >= threshold).sum())
     for topk, wanted in ((None, above), (0.5, -(-above // 2)), (10**9, above)):
         config = PrePruneConfig(n_samples=4, topk=topk, threshold=threshold, seed=1)
-        kept = pre_prune(base, bench.training_rows(), config, seed=0, behaviour=CORRECTED)
-        assert len(kept) == wanted
+        assert len(pre_prune(base, rows, config, seed=0, behaviour=CORRECTED)) == wanted
+
+
+def test_pre_prune__keeps_what_the_feature_moves(masked_lm: Path, feature_frames: Any) -> None:
+    """The class direction, E[diff | M->F] - E[diff | F->M] over all training rows, lives on the weights that are kept.
+
+    With source=diff the reference's mean over both directions cancels it, and keeps less of the direction.
+    """
+    bench = trainer_for(masked_lm, feature_frames).workbench
+    rows = bench.training_rows()
+    base, items = bench.base_gradients(bench.space), ItemRows(rows, bench.objective)
+    sides = [rows.index[rows["feature_class_id"] == direction].tolist() for direction in (0, 1)]
+    means = [base.compute(items.item(side), ["diff"])["diff"].clone() for side in sides]
+    direction = (means[0] - means[1]).square()
+    config = PrePruneConfig(n_samples=8, topk=0.01, source="diff", seed=0)
+    shares = []
+    for mixes in (False, True):
+        behaviour = dataclasses.replace(CORRECTED, pre_prune_mixes_directions=mixes)
+        kept = pre_prune(base, rows, config, seed=0, behaviour=behaviour)
+        shares.append(float(direction[kept].sum() / direction.sum()))
+    print(f"share of the class direction in 1 % of the weights: {shares[0]:.3f}, with mixed directions {shares[1]:.3f}")
+    assert shares[0] > shares[1] + 0.05
 
 
 def test_sample__is_stratified_and_a_prefix_of_larger_ones() -> None:

@@ -105,6 +105,12 @@ def base_model(family: str, vocab_size: int, *, seed: int = 0, **options: Any) -
     return model.eval()
 
 
+def without_onednn() -> Any:
+    """Decorates tests in half precision: some virtual machines announce matrix instructions that they do not have, and
+    oneDNN's kernels for them then crash."""
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
 def sentence(num_words: int, seed: int = 0) -> str:
     """So many words, each one token for the WordPiece tokenizer."""
     rng = random.Random(seed)

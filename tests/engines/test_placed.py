@@ -90,9 +90,13 @@ def assert_same_training(
         batches = make_batches(sizes, seed=step)
         rate = learning_rate * (1 + step % 3)
         expected, actual = plain.step(batches, rate), engine.step(batches, rate)
-        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-6, msg=lambda text, step=step: f"{step}: {text}")
+        torch.testing.assert_close(
+            actual, expected, rtol=2e-5, atol=1e-6, msg=lambda text, step=step: f"{step}: {text}"
+        )
     for (name, weight), expected in zip(model.state_dict().items(), plain.model.state_dict().values(), strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            weight, expected, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
         trained = chosen.supervised is None or name.startswith(chosen.supervised)
         assert torch.equal(weight, start[name]) != trained, f"{name} is trained exactly if its half is"
 
@@ -349,7 +353,7 @@ class StandInDevices(TorchFunctionMode):
         if func == Tensor.device.__get__:
             return self.of(args[0])
         if func == Tensor.to:
-            return self.move(*args, **kwargs)
+            return self.move(*args)
         wanted = kwargs.pop("device", None)
         places = self.places_of([*args, *kwargs.values()])
         assert len(places) < 2, f"{getattr(func, '__name__', func)} mixes {sorted(map(str, places))}"
@@ -366,7 +370,7 @@ class StandInDevices(TorchFunctionMode):
             places -= scalars - others
         return places
 
-    def move(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def move(self, tensor: Tensor, *args: Any) -> Tensor:
         source = self.of(tensor)
         target, rest = source, []
         for value in args:

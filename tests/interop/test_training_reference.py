@@ -21,11 +21,14 @@ gradiend = pytest.importorskip("gradiend")
 
 from gradiend.trainer.core.pruning import _resolve_topk  # noqa: E402
 from side_by_side import (  # noqa: E402
+    NOISE_ATOL,
     SCORE_ATOL,
     VOCABULARY,
+    WEIGHT_ATOL,
     WORDS,
     Result,
     assert_same_run,
+    compare_models,
     our_trainer,
     read,
     reference_trainer,
@@ -119,6 +122,10 @@ CASES: dict[str, dict[str, Any]] = {
         "source": "factual", "target": "factual", "encoder_eval_train_max_size": 3,
     },
     "alternative to alternative": {"source": "alternative", "target": "alternative"},
+    "arguments without effect": {
+        "latent_dim": 2, "activation_encoder": "relu", "activation_decoder": "tanh", "bias_decoder": False,
+        "evaluate_fn": lambda *_, **__: {"correlation": 0.3}, "num_train_epochs": 1,
+    },
     "capped rows": {"train_max_size": 8, "encoder_eval_max_size": 4, **IDENTITY},
     "capped unbalanced evaluation": {"encoder_eval_balance": False, "encoder_eval_max_size": 5},
     "evaluation with other classes": {"include_other_classes": True, "source": "factual"},
@@ -161,6 +168,17 @@ def test_train__ignores_no_strategies_as_the_reference_does(bases: dict[str, str
     theirs, ours, *_ = train_both(bases["masked"], tmp_path, eval_strategy="no", save_strategy="no")
     assert_same_run(theirs / "model", ours / "model")
     assert len(Result(ours / "model").record["training_stats"]["scores"]) > 1
+
+
+def test_train__leaves_the_same_checkpoints(bases: dict[str, str], tmp_path: Path) -> None:
+    """Of steps, epochs, the best and the last; the record beside the last one is lost in the reference."""
+    changes = {"save_only_best": False, "save_strategy": "steps", "save_steps": 7, "max_steps": 15}
+    theirs, ours, *_ = train_both(bases["masked"], tmp_path, **changes)
+    names, others = (sorted(path.name for path in root.glob("model*")) for root in (theirs, ours))
+    assert names == others == ["model", "model_best", "model_epoch_1", "model_epoch_2", "model_step_14", "model_step_7"]
+    for name in names:
+        found = compare_models(Result(theirs / name), Result(ours / name))
+        assert found["weights"] < WEIGHT_ATOL and found["noise weights"] < NOISE_ATOL, name
 
 
 def test_train__convergence_by_loss_equals_the_reference(bases: dict[str, str], tmp_path: Path) -> None:
