@@ -61,8 +61,8 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
 .PHONY: bench
-bench: $(INSTALLED)  ## every benchmarks/bench_*.py, one after the other
-	@set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+bench: $(INSTALLED)  ## time and memory against the reference package; ten minutes of an idle machine
+	$(BIN)/python benchmarks/vs_reference.py
 
 .PHONY: clean
 clean:  ## remove .venv, runs/demo, builds and caches

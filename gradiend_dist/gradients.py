@@ -100,12 +100,10 @@ class BaseGradients:
             for weight in space.active()
         ]
         mine = {id(parameter): (weight, indices) for weight, parameter, indices in self.weights}
-        self._embeddings = [
-            (module, *mine[id(module.weight)])
-            for module in model.modules()
-            if is_plain_embedding(module) and id(module.weight) in mine
-        ]
-        self._heads = [(module, *mine[id(module.weight)]) for module in output_layers(model) if id(module.weight) in mine]
+        self._embeddings, self._heads = (
+            [(module, *mine[id(module.weight)]) for module in modules if id(module.weight) in mine]
+            for modules in (plain_embeddings(model), output_layers(model))
+        )
         self._vectors: dict[str, Tensor] = {}
         self._into: list[tuple[str, float]] = []
         self._written: set[tuple[str, str]] = set()
@@ -235,7 +233,7 @@ class BaseGradients:
         return cut
 
     def _product_collector(self, weight: Weight, indices: Tensor | None) -> Any:
-        """A forward hook that forms the gradient of a linear layer's weight from its input and its output's gradient."""
+        """A forward hook that forms a linear layer's gradient from its input and the gradient of its output."""
 
         def watch(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
             module.weight.requires_grad_()  # a hook before this one has kept autograd from forming it
@@ -251,7 +249,7 @@ class BaseGradients:
         return watch
 
     def _add(self, weight: Weight, entries: Tensor) -> None:
-        """Add to the vectors of this pass; what comes first overwrites, at half the memory traffic of adding to zeros."""
+        """Add to the vectors of this pass. What comes first overwrites: half the memory traffic of adding to zeros."""
         for kind, factor in self._into:
             part, kept = self._range(kind, weight)
             if kept:
@@ -309,9 +307,10 @@ def ask_no_gradient(module: nn.Linear, _args: Any) -> None:
     module.weight.requires_grad_(False)
 
 
-def is_plain_embedding(module: nn.Module) -> bool:
-    """A table that is only looked up. Subclasses may do more (some scale what they return) and are left to autograd."""
-    return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+def plain_embeddings(model: nn.Module) -> list[nn.Embedding]:
+    """Tables that are only looked up. Subclasses may do more (some scale the output): those stay with autograd."""
+    tables = [module for module in model.modules() if type(module) is nn.Embedding]
+    return [table for table in tables if table.max_norm is None and not table.scale_grad_by_freq]
 
 
 def output_layers(model: nn.Module) -> list[nn.Linear]:
