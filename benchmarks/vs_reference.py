@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,12 +173,6 @@ def run(package: str, workload: Workload, directory: Path, threads: int) -> None
     (directory / package / "seconds.json").write_text(json.dumps(time.perf_counter() - start))
 
 
-def child_command(what: str, workload: Workload, directory: Path, options: argparse.Namespace) -> list[str]:
-    """This file again, to do one part of the work."""
-    command = [sys.executable, __file__, "--child", what, "--workload", workload.name, "--directory", str(directory)]
-    return [*command, "--threads", str(options.threads), *(["--quick"] if options.quick else [])]
-
-
 @dataclass
 class Measured:
     seconds: float
@@ -186,22 +181,29 @@ class Measured:
     mebibytes: float
 
 
-def measure(package: str, workload: Workload, directory: Path, options: argparse.Namespace) -> Measured:
-    """Run this file again as the process of `package`."""
+def start(what: str, workload: Workload, directory: Path, options: argparse.Namespace) -> tuple[float, float]:
+    """Run this file again to do one part of the work; returns seconds and peak MiB of that process."""
     variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(variables, str(options.threads)), "HF_HUB_OFFLINE": "1"}
-    command = child_command(package, workload, directory, options)
-    log = directory / f"{package}.log"
-    start = time.perf_counter()
+    command = [sys.executable, __file__, "--child", what, "--workload", workload.name, "--directory", str(directory)]
+    command += ["--threads", str(options.threads), *(["--quick"] if options.quick else [])]
+    log = directory / f"{what}.log"
+    begin = time.perf_counter()
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         _, status, usage = os.wait4(process.pid, 0)  # the only way to one child's peak memory
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        sys.exit(f"{package} failed on {workload.name}:\n{log.read_text()[-3000:]}")
+        sys.exit(f"{what} failed on {workload.name}:\n{log.read_text()[-3000:]}")
+    return seconds, usage.ru_maxrss / 1024  # Linux counts it in KiB
+
+
+def measure(package: str, workload: Workload, directory: Path, options: argparse.Namespace) -> Measured:
+    shutil.rmtree(directory / package, ignore_errors=True)
+    seconds, mebibytes = start(package, workload, directory, options)
     end_to_end = json.loads((directory / package / "seconds.json").read_text())
-    return Measured(end_to_end, seconds, usage.ru_maxrss / 1024)  # Linux counts it in KiB
+    return Measured(end_to_end, seconds, mebibytes)
 
 
 # Did both find the same?
@@ -273,8 +275,8 @@ def compare(workload: Workload, options: argparse.Namespace) -> bool:
     """Measure both packages on one workload and print the outcome; are the results the same?"""
     with tempfile.TemporaryDirectory(prefix="gradiend_benchmark_") as temporary:
         directory = Path(temporary)
-        subprocess.run(child_command("prepare", workload, directory, options), check=True)
         print(f"{workload.name}: {describe(workload)}, {options.threads} threads", flush=True)
+        start("prepare", workload, directory, options)
         # Taking turns, so that a slow minute of the machine does not hit all runs of one package.
         turns = range(options.repeat)
         pairs = [[measure(package, workload, directory, options) for package in PACKAGES] for _ in turns]

@@ -2,7 +2,8 @@
 
 `REFERENCE` is what `compat="gradiend-0.2"` means: the reference's numbers, its defects included. `CORRECTED` is the
 default. The code asks the run's `Behaviour` at each of these places and nowhere else, so this list is complete.
-A `seed` that is left out is 0, the default there; what its explicit seed=None draws differs from run to run.
+A `seed` that is left out is 0, its default; an explicit seed=None (rows in the order of 42, a single run unseeded) is
+not reproduced.
 """
 
 from __future__ import annotations

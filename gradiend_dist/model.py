@@ -548,6 +548,12 @@ def load_base_model(
         raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
     model, report = loaded
     _require_all_weights(path, [*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])])
+    num_known = model.get_input_embeddings().num_embeddings
+    if max(tokenizer.get_vocab().values()) >= num_known:
+        raise UserError(
+            f"The tokenizer of model={path!r} has {len(tokenizer)} tokens and the model embeddings for {num_known}: "
+            "save them together, or resize the model's embeddings."
+        )
     return model.eval(), tokenizer
 
 

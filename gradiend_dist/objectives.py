@@ -64,7 +64,7 @@ class MaskedObjective:
 
     def cloze(self, template: str, word: str) -> Cloze:
         """One mask becomes as many as the word has pieces; piece i is wanted at mask i."""
-        tokenizer, mask = self.tokenizer, self.tokenizer.mask_token_id  # read once: the tokenizer looks it up each time
+        tokenizer = self.tokenizer
         wanted = tokenizer(word, add_special_tokens=False)["input_ids"]
         if not wanted:
             raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
@@ -72,10 +72,10 @@ class MaskedObjective:
         if text.count(tokenizer.mask_token) == 1:
             text = text.replace(tokenizer.mask_token, " ".join([tokenizer.mask_token] * len(wanted)))
         encoded = tokenizer(text, return_special_tokens_mask=True)
-        if mask not in encoded["input_ids"]:
+        if tokenizer.mask_token_id not in encoded["input_ids"]:
             raise UserError(f"The text {template[:60]!r} has no mask after tokenization: check mask_placeholder.")
         ids = self._window(encoded["input_ids"], encoded["special_tokens_mask"])
-        positions = [i for i, token in enumerate(ids) if token == mask]
+        positions = [i for i, token in enumerate(ids) if token == tokenizer.mask_token_id]
         if not positions:
             raise UserError(f"max_length={self.max_length} has no room for the blank of {template[:60]!r}: raise it.")
         labels = [wanted[min(i, len(wanted) - 1)] for i in range(len(positions))]
@@ -216,13 +216,6 @@ class ClozeBatch:
         positions = torch.tensor([p for cloze in clozes for p in cloze.positions])
         return ClozeBatch(*(t.to(device, non_blocking=True) for t in (ids, attention, rows, positions)))
 
-    def first(self, num_rows: int) -> ClozeBatch:
-        """The same for the first rows only."""
-        read = self.rows < num_rows
-        return ClozeBatch(
-            self.input_ids[:num_rows], self.attention_mask[:num_rows], self.rows[read], self.positions[read]
-        )
-
 
 class LogitsAt:
     """Logits of a few positions only: the head runs on the hidden states that are read, not on every token.
@@ -267,11 +260,7 @@ class LogitsAt:
 
     @torch.no_grad()
     def check(self, batch: ClozeBatch) -> bool:
-        """Does the head give the same logits for the places alone? One extra pass, once per model.
-
-        Two rows tell as much as all: every token's logits for a whole batch would be the run's peak in memory.
-        """
-        batch = batch.first(2)
+        """Does the head give the same logits for the places alone? One extra pass, once per model."""
         full = self._forward(batch)[batch.rows, batch.positions]
         try:
             narrow = self._forward_narrow(batch)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 from transformers import TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar
@@ -23,6 +24,7 @@ from gradiend_dist.command_line import CommandParser, with_numbers
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
 from gradiend_dist.files import jsonable, write_text
+from gradiend_dist.model import first_line
 from gradiend_dist.typecheck import check_types
 
 if TYPE_CHECKING:
@@ -222,6 +224,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_first:
             print(f"gradiend-dist train: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        print(
+            f"gradiend-dist train: out of memory ({first_line(error)}): prune with pre_prune_config, lower "
+            "base_micro_batch_size or gradient_store_gib, or pass seeds_in_parallel=false.",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("gradiend-dist train: interrupted; finished seeds are reused with --use_cache true", file=sys.stderr)
         return 130

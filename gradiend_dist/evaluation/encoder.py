@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +77,12 @@ class EncoderEvaluation:
 
     def encode(self, encoder: Encoder) -> npt.NDArray[np.float64]:
         """Encodings [visited rows, m]."""
-        items = [self.items.item([position]) for position in self.unique]
-        return encode_items(self.gradients, items, self.source, encoder, keep=self.repeated)[self.place]
+        return encode_items(self.gradients, self._unique_items, self.source, encoder, keep=self.repeated)[self.place]
+
+    @functools.cached_property
+    def _unique_items(self) -> list[Item]:
+        """Made once: an item remembers its key, which takes longer to compute than a pruned encoding."""
+        return [self.items.item([position]) for position in self.unique]
 
     def table(self, encoder: Encoder) -> pd.DataFrame:
         """One line per visited row, with the columns of the reference's CSV file."""
