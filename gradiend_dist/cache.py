@@ -49,7 +49,23 @@ def fingerprint(args: TrainingArguments, data_hash: str, model: str) -> dict[str
     for name, rest in PRUNING_IN_REFERENCE.items():
         if arguments[name] is not None:
             arguments[name] = {**rest, **arguments[name]}
-    return {**arguments, "data": data_hash, "base_model": model, "base_model_files": model_files_hash(model)}
+    return {
+        **arguments,
+        **_python_only(args),
+        "data": data_hash,
+        "base_model": model,
+        "base_model_files": model_files_hash(model),
+    }
+
+
+def _python_only(args: TrainingArguments) -> dict[str, Any]:
+    """What no file can hold: a mask by its content, an evaluation by its name."""
+    mask = args.post_prune_config.mask if args.post_prune_config is not None else None
+    function = args.evaluate_fn
+    return {
+        "post_prune_mask": None if mask is None else hashlib.sha256(mask.cpu().numpy().tobytes()).hexdigest()[:32],
+        "evaluate_fn": None if function is None else f"{function.__module__}.{function.__qualname__}",
+    }
 
 
 def model_files_hash(model: str) -> str | None:

@@ -271,7 +271,6 @@ class ParamMappedGradiendModel(GradiendModel):
     def param_map(self) -> list[str]:
         return [weight.name for weight in self.space.weights]
 
-    @property
     def unpruned_length(self) -> int:
         return self.space.full_size
 

@@ -245,7 +245,7 @@ def test_prune__is_the_dense_model_with_the_other_entries_zeroed(latent_dim, bia
     keep = mask.nonzero().squeeze(1)
     assert mask.sum() == 13 == pruned.input_dim == len(pruned) and mask.shape == (35,)
     assert keep.tolist() == naive_selection(dense.get_weight_importance().tolist(), None, None, 13)
-    assert pruned.space == dense.space.select(keep) and pruned.unpruned_length == 35
+    assert pruned.space == dense.space.select(keep) and pruned.unpruned_length() == 35
     x = random(3, 35)
     zeroed = torch.where(mask, x, 0.0)
     decoded, encoded = pruned(x[:, keep], return_encoded=True)
