@@ -59,12 +59,11 @@ def fingerprint(args: TrainingArguments, data_hash: str, model: str) -> dict[str
 
 
 def _python_only(args: TrainingArguments) -> dict[str, Any]:
-    """What no file can hold: a mask by its content, an evaluation by its name."""
+    """What no file can hold: a mask by its content; a function by its address, so that no other process reuses it."""
     mask = args.post_prune_config.mask if args.post_prune_config is not None else None
-    function = args.evaluate_fn
     return {
         "post_prune_mask": None if mask is None else hashlib.sha256(mask.cpu().numpy().tobytes()).hexdigest()[:32],
-        "evaluate_fn": None if function is None else f"{function.__module__}.{function.__qualname__}",
+        "evaluate_fn": None if args.evaluate_fn is None else repr(args.evaluate_fn),
     }
 
 
