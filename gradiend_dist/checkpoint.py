@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -243,6 +243,15 @@ def load_gradiend(path: str | Path, **devices: Any) -> ParamMappedGradiendModel:
     except RuntimeError as error:
         raise UserError(f"{path / WEIGHTS} does not fit {CONFIG}: {' '.join(str(error).split())[:200]}.") from error
     return model
+
+
+def restore_weights(gradiend: ParamMappedGradiendModel, path: Path) -> None:
+    """Read the weights of a model directory of ours into a model of the same space, one tensor at a time."""
+    mine = gradiend.state_dict()
+    with safe_open(str(path / WEIGHTS), framework="pt") as file:
+        assert sorted(file.keys()) == sorted(mine), f"{path} holds another model"
+        for name in file.keys():  # noqa: SIM118, not a dict
+            mine[name].copy_(file.get_tensor(name))
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

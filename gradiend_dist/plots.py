@@ -375,6 +375,5 @@ def _write(figure: Figure, path: Path, img_format: str, img_dpi: int | None, sho
     if show and figure.canvas.manager is not None:
         from matplotlib import pyplot
 
-        pyplot.show()
-        pyplot.close(figure)
+        pyplot.show(block=False)  # a job must not wait for a window to be closed
     return path

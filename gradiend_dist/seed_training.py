@@ -14,11 +14,10 @@ from transformers import TrainerCallback
 
 from gradiend_dist import cache, seeds
 from gradiend_dist.arguments import PostPruneConfig, TrainingArguments, require
-from gradiend_dist.checkpoint import TRAINING, save_model
+from gradiend_dist.checkpoint import TRAINING, restore_weights, save_model
 from gradiend_dist.engines import StepOptions
 from gradiend_dist.engines.placed import PlacedEngine
 from gradiend_dist.files import explained, read_json, write_json
-from gradiend_dist.gradients import ItemRows
 from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, own_copies
 from gradiend_dist.model import ModelWithGradiend
 from gradiend_dist.schedule import make_schedule
@@ -154,7 +153,7 @@ class SeedTraining:
             args,
             runs,
             self._plan(),
-            ItemRows(bench.training_rows(), bench.objective),
+            bench.training_items(),
             bench.gradients(space),
             evaluation,
             more_seeds_follow=more_follow,
@@ -169,7 +168,7 @@ class SeedTraining:
         record["convergence_info"] = seeds.convergence_info([verdict], self.args, verdict)
         model = run.model
         if self.args.save_only_best and run.best.saved:
-            model = self.bench.load(run.best_path)
+            restore_weights(model.gradiend, run.best_path)  # in place: a second model would be the run's memory peak
         if self.args.post_prune_config is not None:
             post_prune(model, self.args.post_prune_config)
             record["cache_fingerprint"]["gradiend_input_dim"] = len(model)

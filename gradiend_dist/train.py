@@ -152,7 +152,7 @@ def run(command: Command) -> int:
         print(report.plan(trainer, needs))
         return 0
     trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
-    plot = trainer.plot_training_convergence() if draws else None
+    plot = trainer.plot_training_convergence(show=False) if draws else None
     if not draws:
         logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
     print(report.results(trainer, plot))

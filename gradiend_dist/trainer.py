@@ -300,12 +300,15 @@ class TextPredictionTrainer:
         self,
         output: str | Path | None = None,
         *,
-        show: bool = False,
+        show: bool = True,
         label_name_mapping: dict[str, str] | None = None,
         img_format: str | None = None,
         **options: Any,
     ) -> Path:
-        """Draw loss, correlation and class means over the steps; returns the file."""
+        """Draw loss, correlation and class means over the steps; returns the file.
+
+        `show` opens a window or notebook cell as well, where there is a display, and does not wait for it.
+        """
         from gradiend_dist.plots import plot_training_convergence
 
         img_format = img_format or self.config.img_format

@@ -17,7 +17,7 @@ from gradiend_dist.checkpoint import load_gradiend
 from gradiend_dist.data import FeatureData
 from gradiend_dist.devices import Placement, placement_of
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
-from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, store_directory
+from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, ItemRows, store_directory
 from gradiend_dist.model import GradiendModel, ModelWithGradiend, ParamMappedGradiendModel, load_base_model
 from gradiend_dist.objectives import Objective, choose_objective
 from gradiend_dist.pruning import pre_prune
@@ -44,6 +44,7 @@ class Workbench:
     cache_dir: Path | None
     """Where gradients are kept with use_cached_gradients."""
     _gradients: GradientSource | None = None
+    _items: ItemRows | None = None
     _evaluations: dict[tuple[Any, ...], EncoderEvaluation] = field(default_factory=dict)
 
     @classmethod
@@ -175,6 +176,12 @@ class Workbench:
     def training_rows(self) -> pd.DataFrame:
         rows = self.data.rows("train")
         return cap_per_group(rows, self.args.train_max_size, column="feature_class_id", seed=self.args.data_seed)
+
+    def training_items(self) -> ItemRows:
+        """The training rows, tokenized once for all seeds."""
+        if self._items is None:
+            self._items = ItemRows(self.training_rows(), self.objective)
+        return self._items
 
     def pre_pruned(self, config: PrePruneConfig, seed: int) -> ParameterSpace:
         """The space that pre-pruning leaves; `seed` draws its examples."""
