@@ -108,7 +108,7 @@ def _config(model: ModelWithGradiend, mapping: dict[str, Any]) -> dict[str, Any]
         "gradiend_dist": {
             "mask_placeholder": model.objective.mask_placeholder,
             "max_length": model.objective.max_length,
-            "causal_label_early": vars(model.objective).get("label_early", False),
+            "reference_labels": model.objective.as_reference,
         },
     }
 
@@ -182,8 +182,8 @@ def load_model(path: str | Path, cls: type[ModelWithGradiend], **options: Any) -
         objective=config.get("metadata", {}).get("prediction_objective", "auto"),
         mask_placeholder=ours.get("mask_placeholder", "[MASK]"),
         max_length=ours.get("max_length", 256),
-        # A causal model of the reference was trained with its early label; encodings are only equal that way.
-        causal_label_early=ours.get("causal_label_early", not ours),
+        # A model of the reference was trained with its labels; encodings are only equal with the same ones.
+        reference_labels=ours.get("reference_labels", not ours),
     )
     model.feature_class_encoding_direction = context.get("feature_class_encoding_direction", {})
     return model

@@ -17,9 +17,11 @@ class Behaviour:
     """Alternatives drawn from all splits and upper-cased after "I"; remainders of groups dropped, tails of large groups
     never used, the same order in every epoch. Corrected: same split, every row, order reshuffled per epoch."""
 
-    causal_label_early: bool
+    reference_labels: bool
     """Causal models are asked for the target at the last prefix token's own place, so that token is no context, and the
-    prefix keeps its trailing space. Corrected: the whole prefix is context, the target is the token that follows it."""
+    prefix keeps its trailing space. Masked models are asked for the word as it is spelt alone, which tokenizers that
+    mark word starts do not use after a space (`he`, not `Ġhe`). Corrected: the token that follows the whole prefix; the
+    word as it stands in the text."""
 
     pre_prune_by_row_number: bool
     """Row numbers of a stratified sample are used as places in the alternating schedule, so the sample is not
@@ -37,7 +39,8 @@ class Behaviour:
 
     flip_decoder_bias: bool
     """Normalisation negates the decoder bias too, which changes the reconstruction, and leaves Adam's moments as they
-    were. Corrected: the turn is exact, loss and further training are unchanged by it."""
+    were. Corrected: the turn is exact, loss and further training are unchanged by it; with an encoder activation that
+    is not odd there is no such turn, and none is made."""
 
     step_zero_competes: bool
     """The untrained model's correlation can win `best`, and then the last model is kept; without evaluation the model
@@ -87,7 +90,7 @@ class Behaviour:
 
 REFERENCE = Behaviour(
     reference_data=True,
-    causal_label_early=True,
+    reference_labels=True,
     pre_prune_by_row_number=True,
     pre_prune_mixes_directions=True,
     topk_in_float32=True,
@@ -109,7 +112,7 @@ REFERENCE = Behaviour(
 
 CORRECTED = Behaviour(
     reference_data=False,
-    causal_label_early=False,
+    reference_labels=False,
     pre_prune_by_row_number=False,
     pre_prune_mixes_directions=False,
     topk_in_float32=False,

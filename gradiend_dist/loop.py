@@ -27,7 +27,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.evaluation.metrics import flip
 from gradiend_dist.gradients import GradientSource, Item, ItemRows
-from gradiend_dist.model import ModelWithGradiend
+from gradiend_dist.model import ODD_ACTIVATIONS, ModelWithGradiend
 from gradiend_dist.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -350,7 +350,11 @@ class TrainingLoop:
     def _normalise(self, run: SeedRun, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
         behaviour = self.args.behaviour
         upside_down = metrics["correlation"] < behaviour.flip_below
-        if not (self.args.normalize_gradiend and upside_down and run.model.gradiend.latent_dim == 1):
+        model = run.model.gradiend
+        can_turn = model.latent_dim == 1 and (
+            behaviour.flip_decoder_bias or model.activation_encoder in ODD_ACTIVATIONS
+        )
+        if not (self.args.normalize_gradiend and upside_down and can_turn):
             return metrics
         logger.info("seed %d step %d: encoding turned, correlation was %.4f", run.seed, step, metrics["correlation"])
         run.engine.flip(with_decoder_bias=behaviour.flip_decoder_bias)

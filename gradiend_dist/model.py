@@ -40,6 +40,9 @@ _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
     "id": nn.Identity,
 }
 
+# act(-x) = -act(x): only with these does a change of sign turn the encoding around and nothing else.
+ODD_ACTIVATIONS = ("tanh", "smht", "id")
+
 
 class Projection(nn.Module):
     """A linear map, its weights unset; this level gives tensors their names in files (`encoder.0.linear.weight`)."""
@@ -368,7 +371,7 @@ class ModelWithGradiend:
         objective: str = "auto",
         mask_placeholder: str = "[MASK]",
         max_length: int = 256,
-        causal_label_early: bool = False,
+        reference_labels: bool = False,
     ) -> None:
         require_choice("source", source, GRADIENTS)
         require_choice("target", target, GRADIENTS)
@@ -384,7 +387,7 @@ class ModelWithGradiend:
             tokenizer,
             max_length=max_length,
             mask_placeholder=mask_placeholder,
-            label_early=causal_label_early,
+            as_reference=reference_labels,
         )
         self._gradients: GradientSource | None = None
 

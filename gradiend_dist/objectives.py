@@ -52,7 +52,7 @@ class MaskedObjective:
 
     name = "mlm_mask_token"
 
-    def __init__(self, tokenizer: Any, max_length: int, mask_placeholder: str) -> None:
+    def __init__(self, tokenizer: Any, max_length: int, mask_placeholder: str, *, as_reference: bool = False) -> None:
         if tokenizer.mask_token is None:
             raise UserError(
                 "prediction_objective=mlm_mask_token needs a tokenizer with a mask token, this one has none: "
@@ -61,11 +61,15 @@ class MaskedObjective:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.mask_placeholder = mask_placeholder
+        self.as_reference = as_reference
 
     def cloze(self, template: str, word: str) -> Cloze:
         """One mask becomes as many as the word has pieces; piece i is wanted at mask i."""
         tokenizer = self.tokenizer
-        wanted = tokenizer(word, add_special_tokens=False)["input_ids"]
+        # Tokenizers that mark word starts write a word after a space as another token (`Ġhe`) than the word alone.
+        before = template.split(self.mask_placeholder, 1)[0]
+        spaced = word if self.as_reference or not before[-1:].isspace() else f" {word}"
+        wanted = tokenizer(spaced, add_special_tokens=False)["input_ids"]
         if not wanted:
             raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
         text = template.replace(self.mask_placeholder, tokenizer.mask_token)
@@ -104,17 +108,17 @@ class CausalObjective:
 
     name = "clm_next_token"
 
-    def __init__(self, tokenizer: Any, max_length: int, mask_placeholder: str, *, label_early: bool) -> None:
+    def __init__(self, tokenizer: Any, max_length: int, mask_placeholder: str, *, as_reference: bool) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.mask_placeholder = mask_placeholder
-        self.label_early = label_early
+        self.as_reference = as_reference
 
     def cloze(self, template: str, word: str) -> Cloze:
         prefix = template.split(self.mask_placeholder, 1)[0]
         if not word.strip() or not self.tokenizer(word, add_special_tokens=False)["input_ids"]:
             raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
-        return (self._early if self.label_early else self._following)(prefix, word, template)
+        return (self._early if self.as_reference else self._following)(prefix, word, template)
 
     def _following(self, prefix: str, word: str, template: str) -> Cloze:
         """Tokenize prefix and word together: the tokenizer decides how a word start looks (`Ġ`, `▁`, none)."""
@@ -155,7 +159,7 @@ Objective = MaskedObjective | CausalObjective
 
 
 def choose_objective(
-    name: str, model: nn.Module, tokenizer: Any, *, max_length: int, mask_placeholder: str, label_early: bool
+    name: str, model: nn.Module, tokenizer: Any, *, max_length: int, mask_placeholder: str, as_reference: bool
 ) -> Objective:
     """`auto` follows the model: what it was built for decides, a mask token only where that is unknown."""
     fitting = "clm_next_token" if is_causal(model.config, tokenizer) else "mlm_mask_token"
@@ -164,8 +168,8 @@ def choose_objective(
     name = fitting if name == "auto" else name
     max_length = min(max_length, longest_input(model, tokenizer))
     if name == "mlm_mask_token":
-        return MaskedObjective(tokenizer, max_length, mask_placeholder)
-    return CausalObjective(tokenizer, max_length, mask_placeholder, label_early=label_early)
+        return MaskedObjective(tokenizer, max_length, mask_placeholder, as_reference=as_reference)
+    return CausalObjective(tokenizer, max_length, mask_placeholder, as_reference=as_reference)
 
 
 def is_causal(config: Any, tokenizer: Any) -> bool:

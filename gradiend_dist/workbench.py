@@ -68,7 +68,7 @@ class Workbench:
             tokenizer,
             max_length=args.max_length,
             mask_placeholder=args.mask_placeholder,
-            label_early=args.behaviour.causal_label_early,
+            as_reference=args.behaviour.reference_labels,
         )
         return cls(args, data, base_model, tokenizer, placement, objective, space, cache_dir)
 
@@ -98,7 +98,7 @@ class Workbench:
             objective=self.objective.name,
             mask_placeholder=self.args.mask_placeholder,
             max_length=self.args.max_length,
-            causal_label_early=self.args.behaviour.causal_label_early,
+            reference_labels=self.args.behaviour.reference_labels,
         )
         first, second = self.data.target_classes
         model.feature_class_encoding_direction = {first: 1, second: -1}

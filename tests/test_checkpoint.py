@@ -151,7 +151,7 @@ def test_save_and_load__keep_bfloat16(base_path, tmp_path):
 @pytest.mark.parametrize("early", [True, False])
 def test_save_and_load__keep_how_a_causal_model_is_asked(tmp_path, early):
     base = save_base(tmp_path / "base", "gpt2")
-    model = make_model(base, causal_label_early=early, mask_placeholder="<blank>", max_length=9)
+    model = make_model(base, reference_labels=early, mask_placeholder="<blank>", max_length=9)
     text = "the doctor and the nurse and the man said <blank> left"
     save_model(model, tmp_path / "m")
     loaded = ModelWithGradiend.from_pretrained(tmp_path / "m")
@@ -161,7 +161,7 @@ def test_save_and_load__keep_how_a_causal_model_is_asked(tmp_path, early):
     # A directory of the reference does not say: it was trained with the early label.
     change_config(tmp_path / "m", lambda config: config.pop("gradiend_dist"))
     foreign = ModelWithGradiend.from_pretrained(tmp_path / "m")
-    assert foreign.objective.label_early and foreign.objective.max_length == 40
+    assert foreign.objective.as_reference and foreign.objective.max_length == 40
 
 
 def test_save_and_load__keep_the_tokenizer_and_use_it(base_path, tmp_path):

@@ -53,7 +53,7 @@ class Base:
         self.objective: Objective = (
             MaskedObjective(self.tokenizer, 40, "[MASK]")
             if self.is_masked
-            else CausalObjective(self.tokenizer, 40, "[MASK]", label_early=False)
+            else CausalObjective(self.tokenizer, 40, "[MASK]", as_reference=False)
         )
         self.space = ParameterSpace.of_model(self.model)
 

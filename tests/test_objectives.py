@@ -30,7 +30,7 @@ def masked(max_length: int = 40, placeholder: str = "[MASK]") -> MaskedObjective
 
 
 def causal(tokenizer: PreTrainedTokenizerFast, max_length: int = 40, *, early: bool = False) -> CausalObjective:
-    return CausalObjective(tokenizer, max_length, "[MASK]", label_early=early)
+    return CausalObjective(tokenizer, max_length, "[MASK]", as_reference=early)
 
 
 def tokens(objective: Any, ids: tuple[int, ...]) -> list[str]:
@@ -256,7 +256,7 @@ def test_causal_early__names_rows_on_which_the_reference_trains_on_zeros():
 def test_choose_objective__auto_follows_the_model(family, tokenizer, name):
     tokenizer = tokenizer()
     model = tiny.base_model(family, len(tokenizer))
-    options = {"max_length": 30, "mask_placeholder": "[MASK]", "label_early": False}
+    options = {"max_length": 30, "mask_placeholder": "[MASK]", "as_reference": False}
     assert choose_objective("auto", model, tokenizer, **options).name == name
     model.config.architectures = None
     expected = "mlm_mask_token" if tokenizer.mask_token else "clm_next_token"
@@ -274,7 +274,7 @@ def test_longest_input__is_what_the_model_has_positions_for(family, limit):
     if family != "llama":
         with pytest.raises((IndexError, RuntimeError)):
             model(input_ids=ids)
-    options = {"mask_placeholder": "[MASK]", "label_early": False}
+    options = {"mask_placeholder": "[MASK]", "as_reference": False}
     tokenizer = tiny.wordpiece_tokenizer()
     assert choose_objective("auto", model, tokenizer, max_length=256, **options).max_length == limit
     assert choose_objective("auto", model, tokenizer, max_length=11, **options).max_length == 11
@@ -390,3 +390,15 @@ def test_logits_at__leaves_no_hook_behind():
     model = tiny.base_model("bert", 67)
     LogitsAt(model)(ClozeBatch.of(clozes(), 1, CPU))
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("template", "as_reference", "piece"),
+    [("then [MASK] ran", False, "Ġhe"), ("[MASK] ran", False, "he"), ("([MASK] ran)", False, "he"),
+     ("then [MASK] ran", True, "he")],
+)  # fmt: skip
+def test_masked__asks_for_the_word_as_it_stands_in_the_text(template: str, as_reference: bool, piece: str) -> None:
+    """RoBERTa's kind of tokenizer writes a word after a space as another token than the word alone."""
+    tokenizer = tiny.byte_level_tokenizer(additional_special_tokens=["<mask>"], mask_token="<mask>")
+    cloze = MaskedObjective(tokenizer, 40, "[MASK]", as_reference=as_reference).cloze(template, "he")
+    assert tokenizer.convert_ids_to_tokens(list(cloze.labels)) == [piece]
