@@ -23,7 +23,7 @@ from gradiend_dist.engines import Engine, GradiendBatch, StepOptions
 from gradiend_dist.engines.optimizer import make_optimizer
 from gradiend_dist.model import GradiendModel
 
-# Entries of n that are worked on together, so that a handful of fp32 vectors stay in the cache. The update alone, on two
+# Entries of n that are worked on together, so that a handful of fp32 vectors stay in the cache. The update alone on two
 # cores: fastest at 2^17 and 2^18, at 2^15 twice as slow, at 2^20 by a sixth.
 CHUNK = 2**18
 # A GPU's cache is no reason to cut; fewer, larger kernels are.
