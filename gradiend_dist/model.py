@@ -26,7 +26,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, Item
 from gradiend_dist.objectives import ClozeRow, Objective, choose_objective
 from gradiend_dist.readers import as_local_path
-from gradiend_dist.space import ParameterSpace
+from gradiend_dist.space import ParameterSpace, Part
 
 _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
@@ -39,6 +39,9 @@ _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
     "smht": nn.Hardtanh,
     "id": nn.Identity,
 }
+
+# Initial weights are drawn in blocks of this many.
+DRAWN_TOGETHER = 2**22
 
 # act(-x) = -act(x): only with these does a change of sign turn the encoding around and nothing else.
 ODD_ACTIVATIONS = ("tanh", "smht", "id")
@@ -56,13 +59,18 @@ class Projection(nn.Module):
 
 
 class GradiendModel(nn.Module):
-    """Encoder and decoder without any knowledge of a base model."""
+    """Encoder and decoder without any knowledge of a base model.
+
+    With a `part`, the tensors hold that part of the n entries alone: what one of several ranks owns. A part encodes
+    nothing by itself; the engines add up what the parts contribute.
+    """
 
     def __init__(
         self,
         input_dim: int,
         latent_dim: int = 1,
         *,
+        part: Part | None = None,
         activation_encoder: str = "tanh",
         activation_decoder: str = "id",
         bias_decoder: bool = True,
@@ -79,13 +87,16 @@ class GradiendModel(nn.Module):
         self.input_dim, self.latent_dim = input_dim, latent_dim
         self.activation_encoder, self.activation_decoder = activation_encoder, activation_decoder
         self.bias_decoder = bias_decoder
+        self.part = part or Part.whole(input_dim)
+        assert self.part.total == input_dim, f"a part of {self.part.total} entries for n = {input_dim}"
+        width = self.part.size
         encoder_at, decoder_at = device_encoder or device or "cpu", device_decoder or device or "cpu"
         self.encoder = nn.Sequential(
-            Projection(input_dim, latent_dim, bias=True, device=encoder_at, dtype=torch_dtype),
+            Projection(width, latent_dim, bias=True, device=encoder_at, dtype=torch_dtype),
             _ACTIVATION_MODULES[activation_encoder](),
         )
         self.decoder = nn.Sequential(
-            Projection(latent_dim, input_dim, bias=bias_decoder, device=decoder_at, dtype=torch_dtype),
+            Projection(latent_dim, width, bias=bias_decoder, device=decoder_at, dtype=torch_dtype),
             _ACTIVATION_MODULES[activation_decoder](),
         )
         if initialize:
@@ -96,24 +107,37 @@ class GradiendModel(nn.Module):
         """The reference's start, draw for draw, so that a seed means the same model in both packages.
 
         Torch's default for the encoder; the decoder first takes torch's default draws, which are thrown away, and then
-        uniform ones in (-x, x), x the largest encoder weight. Draws are made on the CPU: a device never changes them.
+        uniform ones in (-x, x), x the largest encoder weight. Draws are made on the CPU, all of them on every rank, a
+        block at a time: neither a device nor the number of ranks changes them.
         """
-        encoder, decoder = self.encoder_linear, self.decoder_linear
-        encoder_weight = torch.empty(encoder.weight.shape)
-        nn.init.kaiming_uniform_(encoder_weight, a=math.sqrt(5), generator=generator)
-        bound = 1 / math.sqrt(self.input_dim)
-        encoder.bias.copy_(torch.empty(self.latent_dim).uniform_(-bound, bound, generator=generator))
-        encoder.weight.copy_(encoder_weight)
-        largest = encoder_weight.max().item()
-        decoder_weight = encoder_weight.view(self.input_dim, self.latent_dim)
-        decoder_bias = torch.empty(self.input_dim) if self.bias_decoder else None
+        n, m = self.input_dim, self.latent_dim
+        bound = 1 / math.sqrt(n)
+        kaiming_bound = math.sqrt(3.0) * (math.sqrt(2.0 / (1 + 5)) / math.sqrt(n))  # of a = sqrt(5), to the last bit
+        largest = max(self._draw(self.encoder_weight[row], kaiming_bound, 1, generator) for row in range(m))
+        self.encoder_bias.copy_(torch.empty(m).uniform_(-bound, bound, generator=generator))
+        bias = self.decoder_bias_vector
         for draw_bound in (1.0, largest):
-            decoder_weight.uniform_(-draw_bound, draw_bound, generator=generator)
-            if decoder_bias is not None:
-                decoder_bias.uniform_(-draw_bound, draw_bound, generator=generator)
-        decoder.weight.copy_(decoder_weight)
-        if decoder_bias is not None:
-            decoder.bias.copy_(decoder_bias)
+            self._draw(self.decoder_weight.view(-1), draw_bound, m, generator)
+            if bias is not None:
+                self._draw(bias, draw_bound, 1, generator)
+
+    def _draw(self, into: Tensor, bound: float, width: int, generator: torch.Generator | None) -> float:
+        """Draw n x width numbers in (-bound, bound), keep this part's; returns the largest of all."""
+        largest = -math.inf
+        pieces = [
+            (slice(own.start * width, own.stop * width), there.start * width, there.stop * width)
+            for own, there in self.part.pieces()
+        ]
+        for start in range(0, self.input_dim * width, DRAWN_TOGETHER):
+            stop = min(start + DRAWN_TOGETHER, self.input_dim * width)
+            block = torch.empty(stop - start).uniform_(-bound, bound, generator=generator)
+            largest = max(largest, block.max().item())
+            for own, first, last in pieces:
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    offset = own.start - first
+                    into[low + offset : high + offset].copy_(block[low - start : high - start])
+        return largest
 
     @property
     def encoder_linear(self) -> nn.Linear:
@@ -198,14 +222,14 @@ class GradiendModel(nn.Module):
 
     @torch.no_grad()
     def _keep_entries(self, keep: Tensor) -> None:
-        """Shrink encoder columns, decoder rows and decoder bias to these entries."""
+        """Shrink encoder columns, decoder rows and decoder bias to these entries (own positions, of a part)."""
         encoder, decoder = self.encoder_linear, self.decoder_linear
         encoder.weight = nn.Parameter(encoder.weight.data[:, keep.to(encoder.weight.device)].clone())
         at_decoder = keep.to(decoder.weight.device)
         decoder.weight = nn.Parameter(decoder.weight.data[at_decoder].clone())
         if self.bias_decoder:
             decoder.bias = nn.Parameter(decoder.bias.data[at_decoder].clone())
-        self.input_dim = encoder.in_features = decoder.out_features = keep.numel()
+        encoder.in_features = decoder.out_features = keep.numel()
 
 
 def select_entries_to_keep(
@@ -317,9 +341,18 @@ class ParamMappedGradiendModel(GradiendModel):
         return (model, combined) if return_mask else model
 
     def keep_entries(self, keep: Tensor) -> None:
-        """Shrink weights and space to these local positions."""
-        self._keep_entries(keep)
+        """Shrink weights and space to these positions of the space."""
+        own = keep
+        if not self.part.is_whole:
+            owned = [keep[slice(*torch.searchsorted(keep, torch.tensor(ends)).tolist())] for ends in self.part.ranges]
+            own = torch.cat([
+                mine - there.start + here.start
+                for mine, (here, there) in zip(owned, self.part.pieces(), strict=True)
+            ])
+        self._keep_entries(own)
+        self.part = self.part.after(keep)
         self.space = self.space.select(keep)
+        self.input_dim = keep.numel()
 
     def _copy_of(self, keep: Tensor) -> ParamMappedGradiendModel:
         """A pruned copy; never a copy of the unpruned weights."""

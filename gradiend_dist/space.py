@@ -62,6 +62,61 @@ class Weight:
         return "indices" if self.num_selected * bytes_per_index < MASK_DENSITY * self.numel else "mask"
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one rank owns of a vector over a space: ascending ranges of its positions, one behind the other."""
+
+    total: int
+    """Length of the whole vector."""
+    ranges: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def whole(total: int) -> Part:
+        return Part(total, ((0, total),))
+
+    @staticmethod
+    def even(total: int, rank: int, world_size: int) -> Part:
+        """One range; those of two ranks differ by at most one in length, and may be empty."""
+        return Part(total, ((rank * total // world_size, (rank + 1) * total // world_size),))
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.total
+
+    def pieces(self) -> Iterator[tuple[slice, slice]]:
+        """(where in the rank's own vector, where in the whole one) for each range."""
+        offset = 0
+        for start, stop in self.ranges:
+            yield slice(offset, offset + stop - start), slice(start, stop)
+            offset += stop - start
+
+    def take(self, vector: Tensor) -> Tensor:
+        """The rank's own entries of a whole vector."""
+        if len(self.ranges) == 1:
+            return vector[slice(*self.ranges[0])]
+        return torch.cat([vector[there] for _, there in self.pieces()])
+
+    def positions(self, own: Tensor) -> Tensor:
+        """Positions in the whole vector of these (ascending) positions in the rank's own one."""
+        if len(self.ranges) == 1:
+            return own + self.ranges[0][0]
+        starts = torch.tensor([start for start, _ in self.ranges])
+        lengths = torch.tensor([stop - start for start, stop in self.ranges])
+        before = lengths.cumsum(0) - lengths
+        owner = torch.searchsorted(before, own, right=True) - 1
+        return own - before[owner] + starts[owner]
+
+    def after(self, keep: Tensor) -> Part:
+        """The same entries in the space that keeps the positions `keep` (ascending) alone."""
+        edges = torch.tensor(self.ranges).reshape(-1)
+        found = torch.searchsorted(keep, edges).reshape(-1, 2).tolist()
+        return Part(keep.numel(), tuple((start, stop) for start, stop in found))
+
+
 class ParameterSpace:
     """An ordered list of weights; immutable, so that it can be shared and hashed."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from gradiend_dist.arguments import TrainingArguments
-from gradiend_dist.model import GradiendModel
+from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
+from gradiend_dist.space import Part
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class GradiendBatch:
-    """k gradient items: sources [k, n], targets [k, n] and labels [k, 1]; None where the mode does not need them."""
+    """k gradient items: sources [k, n], targets [k, n] and labels [k, 1]; None where the mode does not need them.
+
+    n is the length of the engine's `part`: what this rank must know of a gradient.
+    """
 
     source: Tensor | None
     target: Tensor | None
@@ -46,19 +51,23 @@ class GradiendBatch:
 
 
 class Engine(ABC):
-    """One GRADIEND model in training, wherever its weights are."""
+    """One GRADIEND model in training, wherever its weights are. Every method is called by all ranks together."""
+
+    part: Part
+    """Which entries of a gradient this rank hands to `step` and `encode`."""
 
     @abstractmethod
     def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
         """One optimizer step over the mean of `batches`; returns [loss, gradient norm, encoder norm, decoder norm].
 
-        The result stays on the device: reading it is the caller's decision, because it waits for the device. If the
-        loss or a gradient is not finite no weight changes, and the returned loss or norm shows it.
+        The result is the same on every rank, and stays on the device: reading it is the caller's decision, because it
+        waits for the device. If the loss or a gradient is not finite no weight changes, and the returned loss or norm
+        shows it.
         """
 
     @abstractmethod
     def encode(self, source: Tensor) -> Tensor:
-        """Encodings [k, m] of gradients [k, n]."""
+        """Encodings [k, m] of gradients [k, n], on every rank."""
 
     @property
     @abstractmethod
@@ -68,3 +77,22 @@ class Engine(ABC):
     @abstractmethod
     def flip(self, *, with_decoder_bias: bool) -> None:
         """Turn the latent axis around. With the decoder bias: as the reference does, moments left as they are."""
+
+    @abstractmethod
+    def weights(self) -> ParamMappedGradiendModel:
+        """This rank's part of the weights as they are now, for reading: all ranks' parts together are the model."""
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Weights, moments and step counts by name, the tensors themselves: loading writes into them.
+
+        Their first dimension is this rank's part of n, or they are the same on every rank. None: the engine has a
+        format of its own, `save_own` and `load_own`.
+        """
+        return None
+
+    def save_own(self, directory: Path) -> None:
+        """Write the state into a new directory."""
+        raise NotImplementedError
+
+    def load_own(self, directory: Path) -> None:
+        raise NotImplementedError

@@ -32,6 +32,10 @@ class Optimizer(ABC):
     def negate_momentum(self, indices: list[int]) -> None:
         """Follow a change of sign of these weights."""
 
+    @abstractmethod
+    def state(self, name: str) -> dict[str, Tensor]:
+        """All that a step depends on, as the tensors themselves, under names that begin with `name`."""
+
 
 class FusedAdam(Optimizer):
     """torch's fused Adam and AdamW kernels on views of the weights; first and second moments in float32."""
@@ -76,6 +80,13 @@ class FusedAdam(Optimizer):
         for index in indices:
             self.moments[index].neg_()
 
+    def state(self, name: str) -> dict[str, Tensor]:
+        found = {f"{name}.num_steps": self.num_steps}
+        for index, tensors in enumerate(zip(self.weights, self.moments, self.second_moments, strict=True)):
+            for kind, tensor in zip(("weight", "moment", "second_moment"), tensors, strict=True):
+                found[f"{name}.{index}.{kind}"] = tensor
+        return found
+
 
 class EightBitAdam(Optimizer):
     """bitsandbytes' AdamW: moments in 8 bits, on whole weights, so their gradients exist for the time of the step."""
@@ -116,6 +127,12 @@ class EightBitAdam(Optimizer):
             values = state["qmap1"]
             negated = torch.stack([(values + value).abs().argmin() for value in values]).to(torch.uint8)
             state["state1"].copy_(negated[state["state1"].long()])
+
+    def state(self, name: str) -> dict[str, Tensor]:  # noqa: ARG002
+        raise UserError(
+            "optim=adamw_8bit keeps moments in blocks that cannot be saved by slices: pass save_strategy=no, or "
+            "optim=adamw."
+        )
 
 
 def import_bitsandbytes() -> Any:

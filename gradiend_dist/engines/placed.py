@@ -1,27 +1,28 @@
 """One process: encoder and decoder whole, each on its device.
 
-The step never forms the gradients of the 3n weights. With r = dloss/dz [k, n] of the decoder's pre-activation and
-d = dloss/da [k, m] of the encoder's,
+The step never forms the gradients of the 3n weights. With f the weight of an item in the loss, r = f dloss/dz [K, n] of
+the decoder's pre-activation and d = dloss/da [K, m] of the encoder's,
 
-    dWd = r^T h      dbd = sum_k r      dWe = d^T x      dbe = sum_k d
+    dWd = r^T h      dbd = sum_K r      dWe = d^T x      dbe = sum_K d
 
 are outer products, formed for one chunk of n at a time while it is in the cache and eaten there by the fused AdamW.
-Memory traffic per weight and step: 8 bytes for h, 12 for loss and d, 80 for the update. It needs no
-memory of size n besides weights, moments, x and y. Measured at n = 3e7 on two cores: 0.28 s, half the speed at which
-this traffic could be copied; the errors are computed twice, once for d and once for the update. Only h and d cross
-from one device to the other: k x m numbers each.
+Memory traffic per weight and step: 8 bytes for h, 12 for loss and d, 80 for the update. It needs no memory of size n
+besides weights, moments, x and y. Only h and d cross from one device to the other: K x m numbers each.
+
+Sums over n go through `total`: here they are complete, in `sliced.py` every rank adds its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from gradiend_dist.engines import Engine, GradiendBatch, StepOptions
 from gradiend_dist.engines.optimizer import make_optimizer
-from gradiend_dist.model import GradiendModel
+from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
 
 # Entries of n that are worked on together, so that a handful of fp32 vectors stay in the cache. The update alone on two
 # cores: fastest at 2^17 and 2^18, at 2^15 twice as slow, at 2^20 by a sixth.
@@ -31,8 +32,9 @@ CHUNK_ON_GPU = 2**26
 
 
 class PlacedEngine(Engine):
-    def __init__(self, model: GradiendModel, options: StepOptions) -> None:
+    def __init__(self, model: ParamMappedGradiendModel, options: StepOptions) -> None:
         self.model = model
+        self.part = model.part
         self.options = options
         # Rows of We [m, n] are weights of their own, so that each is one dense range of n.
         self.encoder_optimizer = make_optimizer(options, [*model.encoder_weight, model.encoder_bias])
@@ -40,17 +42,27 @@ class PlacedEngine(Engine):
         if model.decoder_bias_vector is not None:
             decoder.append(model.decoder_bias_vector)
         self.decoder_optimizer = make_optimizer(options, decoder)
-        self._encoder_activation = model.encoder[1]
         self.decoder_activation = None if isinstance(model.decoder[1], nn.Identity) else model.decoder[1]
+        self.trains_encoder = options.supervised != "decoder"
+        self.trains_decoder = options.supervised != "encoder"
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum over everyone who owns a part of n; in a single process, what it is."""
+        return partial
 
     @torch.no_grad()
     def encode(self, source: Tensor) -> Tensor:
-        encoded: Tensor = self.model.forward_encoder(source)
-        return encoded
+        return encode_parts(self.model, source, self.total)
 
     @property
-    def whole(self) -> GradiendModel:
+    def whole(self) -> GradiendModel | None:
         return self.model
+
+    def weights(self) -> ParamMappedGradiendModel:
+        return self.model
+
+    def state(self) -> dict[str, Tensor]:
+        return {**self.encoder_optimizer.state("encoder"), **self.decoder_optimizer.state("decoder")}
 
     def flip(self, *, with_decoder_bias: bool) -> None:
         self.model.invert_encoding()
@@ -64,110 +76,147 @@ class PlacedEngine(Engine):
 
     @torch.no_grad()
     def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
-        backward = {None: self._backward, "encoder": self._backward_encoder, "decoder": self._backward_decoder}
-        sides = [backward[self.options.supervised](batch, 1.0 / len(batches)) for batch in batches]
-        loss = torch.stack([side.loss for side in sides]).sum()
-        norm = self._gradient_norm(sides)
-        scale, not_finite = self._gate(loss, norm)
-        at_encoder, at_decoder = self.model.device_encoder, self.model.device_decoder
-        encoder_square = torch.zeros((), dtype=torch.float64, device=at_encoder)
-        decoder_square = torch.zeros((), dtype=torch.float64, device=at_decoder)
-        trains_encoder, trains_decoder = (self.options.supervised != side for side in ("decoder", "encoder"))
-        self.encoder_optimizer.begin(learning_rate, scale.to(at_encoder), not_finite.to(at_encoder))
-        self.decoder_optimizer.begin(learning_rate, scale.to(at_decoder), not_finite.to(at_decoder))
-        if trains_encoder:
-            # Biases first: an optimizer that cannot be cut steps with its last weight, and norms are of after the step.
-            self.encoder_optimizer.update(
-                self.model.latent_dim, slice(None), sum_of(side.encoder_bias() for side in sides)
-            )
-        for chunk in self.chunks(at_encoder):
-            if trains_encoder:
-                for row, gradient in enumerate(sum_of(side.encoder_weight(chunk) for side in sides)):
-                    self.encoder_optimizer.update(row, chunk, gradient)
-            encoder_square += square(self.model.encoder_weight[:, chunk])
-        for chunk in self.chunks(at_decoder):
-            if trains_decoder:
-                self._update_decoder(chunk, sides)
-            decoder_square += square(self.model.decoder_weight[chunk])
-        norms = [value.sqrt().float().to(at_decoder) for value in (encoder_square, decoder_square)]
-        return torch.stack([loss, norm, *norms])
+        items = StepItems.of(batches, self.model)
+        latent, back_through, source_square = self._encode(items)
+        if self.trains_decoder:
+            loss, d_latent, decoder_square = self._reduce_decoder(items, latent.to(self.model.device_decoder))
+        else:
+            loss, d_latent = self._compare_with_labels(items, latent)
+            decoder_square = torch.zeros_like(loss)
+        d_encoder = back_through(d_latent.to(self.model.device_encoder)) if self.trains_encoder else None
+        norm = (decoder_square + self._encoder_square(items, d_encoder, source_square).to(loss.device)).sqrt()
+        return self._update(items, latent, d_encoder, loss.float(), norm.float(), learning_rate)
 
-    def _update_decoder(self, chunk: slice, sides: list[Backward]) -> None:
-        weight, bias = self._decoder_gradients(chunk, sides)
-        if bias is not None:
-            self.decoder_optimizer.update(1, chunk, bias)
-        self.decoder_optimizer.update(0, chunk, weight)
+    def _encode(self, items: StepItems) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
+        """The latent [K, m], the map from dloss/dh to dloss/da, and, of a single item, |x|^2.
 
-    def _decoder_gradients(self, chunk: slice, sides: list[Backward]) -> tuple[Tensor, Tensor | None]:
-        parts = [(side, side.errors(chunk)[1]) for side in sides]
-        weight = sum_of(side.decoder_weight(r) for side, r in parts)
-        if self.model.decoder_bias_vector is None:
-            return weight, None
-        return weight, sum_of(side.decoder_bias(r) for side, r in parts)
-
-    def chunks(self, device: torch.device) -> Iterator[slice]:
-        """Ranges of n; the whole of it where the optimizer cannot be cut."""
-        size = CHUNK_ON_GPU if device.type == "cuda" else CHUNK
-        if not self.encoder_optimizer.can_be_cut:
-            size = self.model.input_dim
-        for start in range(0, self.model.input_dim, size):
-            yield slice(start, min(start + size, self.model.input_dim))
-
-    def _backward(self, batch: GradiendBatch, share: float) -> Backward:
-        assert batch.source is not None and batch.target is not None
-        latent, back_through = self._encode_with_graph(batch.source)
-        at_decoder = self.model.device_decoder
-        side = Backward(self, batch.source, batch.target, latent.to(at_decoder), share)
-        d_latent = side.reduce_decoder()
-        side.d_encoder = back_through(d_latent.to(self.model.device_encoder))
-        return side
-
-    def _backward_encoder(self, batch: GradiendBatch, share: float) -> Backward:
-        assert batch.source is not None
-        latent, back_through = self._encode_with_graph(batch.source)
-        difference = latent - batch.label.to(latent)
-        side = Backward(self, batch.source, None, latent, share)
-        side.loss = (difference.square().mean() * share).to(self.model.device_decoder)
-        side.d_encoder = back_through(difference * (2.0 * share / difference.numel()))
-        return side
-
-    def _backward_decoder(self, batch: GradiendBatch, share: float) -> Backward:
-        assert batch.target is not None
-        label = batch.label.to(self.model.device_decoder, self.model.torch_dtype)
-        side = Backward(self, None, batch.target, label, share)
-        side.reduce_decoder()
-        return side
-
-    def _encode_with_graph(self, source: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The latent [k, m], and the map from dloss/dh to dloss/da: autograd over k x m numbers, any activation."""
+        The map is autograd over K x m numbers: it holds for any activation.
+        """
+        if not self.trains_encoder:
+            label = items.label.to(self.model.device_decoder, self.model.torch_dtype)
+            return label, lambda d_latent: d_latent, torch.zeros((), dtype=torch.float64)
         weight = self.model.encoder_weight
-        pre = dot(source.to(weight.device), weight) + self.model.encoder_bias
+        sums = torch.zeros(len(items) * len(weight) + 1, dtype=torch.float64, device=weight.device)
+        for chunk in self.chunks(weight.device):
+            source = items.source(chunk)
+            sums[:-1] += dot(source, weight[:, chunk]).view(-1)
+            if len(items) == 1:
+                sums[-1] += square(source)
+        sums = self.total(sums)
+        pre = sums[:-1].view(len(items), -1).to(weight.dtype) + self.model.encoder_bias
         pre.requires_grad_(True)
         with torch.enable_grad():
-            latent = self._encoder_activation(pre)
+            latent = self.model.encoder[1](pre)
 
         def back_through(d_latent: Tensor) -> Tensor:
             return torch.autograd.grad(latent, pre, d_latent)[0]
 
-        return latent.detach(), back_through
+        return latent.detach(), back_through, sums[-1]
 
-    def _gradient_norm(self, sides: list[Backward]) -> Tensor:
-        """Norm of the gradient of all trained weights.
+    def _reduce_decoder(self, items: StepItems, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum over n the loss, dloss/dh [K, m], and the squares of the decoder's gradients."""
+        size = latent.numel()
+        sums = torch.zeros(size + 3, dtype=torch.float64, device=latent.device)
+        d_latent, (loss, weight_square, bias_square) = sums[:size].view_as(latent), sums[size:]
+        weighted = latent * items.factors
+        for chunk in self.chunks(latent.device):
+            error, r = self._errors(items, latent, chunk)
+            d_latent += dot(r, self.model.decoder_weight[chunk].T)
+            if len(items) == 1:  # factors are applied to sums: |f r h| = f |r| |h|
+                error_square = square(error)
+                loss += error_square
+                bias_square += error_square if r is error else square(r)
+            else:
+                loss += (error.square().sum(1) * items.factors[:, 0]).sum()
+                weight_square += square(outer(r, weighted))
+                bias_square += square(items.factors[:, 0] @ r)
+        sums = self.total(sums)
+        d_latent, (loss, weight_square, bias_square) = sums[:size].view_as(latent), sums[size:]
+        if len(items) == 1:
+            factor = items.factors.double().squeeze()
+            loss, bias_square = loss * factor, bias_square * factor.square()
+            weight_square = bias_square * latent.double().square().sum()
+        decoder_square = weight_square if self.model.decoder_bias_vector is None else weight_square + bias_square
+        return loss / 2.0, (d_latent * items.factors).to(latent.dtype), decoder_square
 
-        One batch: from sums that were reduced anyway, |r^T h|, |sum r| and |d^T x| (k = 1: |r||h|, |r|, |d||x|).
-        """
-        at = self.model.device_decoder
-        if len(sides) == 1:
-            return sides[0].gradient_square().sqrt().float().to(at)
-        total = torch.zeros((), dtype=torch.float64, device=at)
-        if self.options.supervised != "decoder":
-            for chunk in self.chunks(self.model.device_encoder):
-                total += square(sum_of(side.encoder_weight(chunk) for side in sides)).to(at)
-            total += square(sum_of(side.encoder_bias() for side in sides)).to(at)
-        if self.options.supervised != "encoder":
-            for chunk in self.chunks(at):
-                total += sum_of(square(g) for g in self._decoder_gradients(chunk, sides) if g is not None)
-        return total.sqrt().float()
+    def _errors(self, items: StepItems, latent: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Of one chunk of n: y' - y [K, chunk], and the same passed back through the decoder's activation."""
+        pre = outer(latent.T, self.model.decoder_weight[chunk].T)
+        if self.model.decoder_bias_vector is not None:
+            pre += self.model.decoder_bias_vector[chunk]
+        target = items.target(chunk)
+        if self.decoder_activation is None:
+            error = pre.sub_(target)
+            return error, error
+        pre.requires_grad_(True)
+        with torch.enable_grad():
+            decoded = self.decoder_activation(pre)
+        error = decoded.detach() - target
+        return error, torch.autograd.grad(decoded, pre, error)[0]
+
+    def _compare_with_labels(self, items: StepItems, latent: Tensor) -> tuple[Tensor, Tensor]:
+        difference = latent - items.label.to(latent)
+        loss = (difference.double().square() * items.label_factors.to(latent.device)).sum() / 2.0
+        return loss.to(self.model.device_decoder), difference * items.label_factors.to(latent)
+
+    def _encoder_square(self, items: StepItems, d_encoder: Tensor | None, source_square: Tensor) -> Tensor:
+        """Square of the norm of the encoder's gradients, d^T x and sum d; of one item |d|^2 (|x|^2 + 1)."""
+        if d_encoder is None:
+            return torch.zeros((), dtype=torch.float64)
+        if len(items) == 1:
+            return d_encoder.double().square().sum() * (source_square + 1.0)
+        found = torch.zeros(1, dtype=torch.float64, device=d_encoder.device)
+        for chunk in self.chunks(d_encoder.device):
+            found += square(outer(d_encoder, items.source(chunk)))
+        return self.total(found)[0] + square(d_encoder.sum(0))
+
+    def _update(
+        self,
+        items: StepItems,
+        latent: Tensor,
+        d_encoder: Tensor | None,
+        loss: Tensor,
+        norm: Tensor,
+        learning_rate: float,
+    ) -> Tensor:
+        scale, not_finite = self._gate(loss, norm)
+        at_encoder, at_decoder = self.model.device_encoder, self.model.device_decoder
+        encoder_square = torch.zeros((), dtype=torch.float64, device=at_encoder)
+        decoder_square = torch.zeros((), dtype=torch.float64, device=at_decoder)
+        self.encoder_optimizer.begin(learning_rate, scale.to(at_encoder), not_finite.to(at_encoder))
+        self.decoder_optimizer.begin(learning_rate, scale.to(at_decoder), not_finite.to(at_decoder))
+        if d_encoder is not None:
+            # Biases first: an optimizer that cannot be cut steps with its last weight, and norms are of after the step.
+            self.encoder_optimizer.update(self.model.latent_dim, slice(None), d_encoder.sum(0))
+        for chunk in self.chunks(at_encoder):
+            if d_encoder is not None:
+                for row, gradient in enumerate(outer(d_encoder, items.source(chunk))):
+                    self.encoder_optimizer.update(row, chunk, gradient)
+            encoder_square += square(self.model.encoder_weight[:, chunk])
+        latent = latent.to(at_decoder)
+        for chunk in self.chunks(at_decoder):
+            if self.trains_decoder:
+                self._update_decoder(items, latent, chunk)
+            decoder_square += square(self.model.decoder_weight[chunk])
+        squares = self.total(torch.stack([encoder_square.to(at_decoder), decoder_square]))
+        return torch.cat([torch.stack([loss, norm]), squares.sqrt().float()])
+
+    def _update_decoder(self, items: StepItems, latent: Tensor, chunk: slice) -> None:
+        # Factors go to h and to sums, not to each error: 2 / n times a gradient's size comes close to the smallest
+        # float32 for large n.
+        _, r = self._errors(items, latent, chunk)
+        if self.model.decoder_bias_vector is not None:
+            bias = r[0] * items.factors[0] if len(items) == 1 else items.factors[:, 0] @ r
+            self.decoder_optimizer.update(1, chunk, bias)
+        self.decoder_optimizer.update(0, chunk, outer(r, latent * items.factors))
+
+    def chunks(self, device: torch.device) -> Iterator[slice]:
+        """Ranges of this process's part of n; the whole of it where the optimizer cannot be cut."""
+        size = CHUNK_ON_GPU if device.type == "cuda" else CHUNK
+        if not self.encoder_optimizer.can_be_cut:
+            size = max(1, self.part.size)
+        for start in range(0, self.part.size, size):
+            yield slice(start, min(start + size, self.part.size))
 
     def _gate(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The clipping factor, and 1.0 where nothing may be updated; both stay on the device."""
@@ -176,93 +225,58 @@ class PlacedEngine(Engine):
         return scale, 1.0 - (loss.isfinite() & norm.isfinite()).float()
 
 
-class Backward:
-    """What one batch contributes to the gradients, as the few numbers from which any chunk can be formed."""
+@dataclass(frozen=True)
+class StepItems:
+    """The K items of one optimizer step, over all its batches: only their weights in the loss differ."""
 
-    def __init__(
-        self, engine: PlacedEngine, source: Tensor | None, target: Tensor | None, latent: Tensor, share: float
-    ) -> None:
-        self.engine, self.model = engine, engine.model
-        self.source = None if source is None else source.to(self.model.device_encoder)
-        self.target = None if target is None else target.to(self.model.device_decoder)
-        self.latent = latent
-        self.share = share
-        # d loss / d error = factor * error for the mean squared error. It is applied to sums and to h, not to each
-        # error: 2 / n times a gradient's size comes close to the smallest float32 for large n.
-        self.factor = 0.0 if target is None else 2.0 * share / target.numel()
-        self.loss = torch.zeros((), device=self.model.device_decoder)
-        self.d_encoder: Tensor | None = None
-        self._decoder_square = torch.zeros((), dtype=torch.float64, device=self.model.device_decoder)
+    sources: list[Tensor]
+    """[k, n] of each batch, where the encoder is."""
+    targets: list[Tensor]
+    """[k, n] of each batch, where the decoder is."""
+    label: Tensor
+    factors: Tensor
+    """[K, 1]: d loss / d error = factor * error for the mean squared error over a batch and over n."""
+    label_factors: Tensor
+    """The same for the error in the label."""
 
-    def errors(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Of one chunk of n: y' - y [k, chunk], and the same passed back through the decoder's activation."""
-        assert self.target is not None
-        pre = outer(self.latent.T, self.model.decoder_weight[chunk].T)
-        if self.model.decoder_bias_vector is not None:
-            pre += self.model.decoder_bias_vector[chunk]
-        activation = self.engine.decoder_activation
-        if activation is None:
-            error = pre.sub_(self.target[:, chunk])
-            return error, error
-        pre.requires_grad_(True)
-        with torch.enable_grad():
-            decoded = activation(pre)
-        error = decoded.detach() - self.target[:, chunk]
-        return error, torch.autograd.grad(decoded, pre, error)[0]
+    @staticmethod
+    def of(batches: list[GradiendBatch], model: GradiendModel) -> StepItems:
+        counts = [len(batch.label) for batch in batches]
+        shares = [2.0 / (len(batches) * count) for count in counts for _ in range(count)]
+        label_factors = torch.tensor(shares, device=model.device_decoder).unsqueeze(1)
+        return StepItems(
+            [batch.source.to(model.device_encoder) for batch in batches if batch.source is not None],
+            [batch.target.to(model.device_decoder) for batch in batches if batch.target is not None],
+            torch.cat([batch.label for batch in batches]),
+            label_factors / model.input_dim,
+            label_factors,
+        )
 
-    def reduce_decoder(self) -> Tensor:
-        """Sum the loss and dloss/dh [k, m] over n; the squares for the gradient's norm come along."""
-        assert self.target is not None
-        d_latent = torch.zeros_like(self.latent, dtype=torch.float64)
-        error_square = torch.zeros((), dtype=torch.float64, device=self.latent.device)
-        weight_square, bias_square = error_square.clone(), error_square.clone()
-        for chunk in self.engine.chunks(self.latent.device):
-            error, r = self.errors(chunk)
-            d_latent += dot(r, self.model.decoder_weight[chunk].T)
-            chunk_square = square(error)
-            error_square += chunk_square
-            if len(r) > 1:
-                weight_square += square(outer(r, self.latent))
-                bias_square += square(r.sum(0))
-            elif r is error:
-                bias_square += chunk_square
-            else:
-                bias_square += square(r)
-        if len(self.latent) == 1:
-            weight_square = bias_square * self.latent.double().square().sum()
-        if self.model.decoder_bias_vector is None:
-            bias_square = torch.zeros_like(bias_square)
-        self.loss = (error_square * (self.factor / 2.0)).float()
-        self._decoder_square = (weight_square + bias_square) * self.factor**2
-        return (d_latent * self.factor).to(self.latent.dtype)
+    def source(self, chunk: slice) -> Tensor:
+        return _rows(self.sources, chunk)
 
-    def decoder_weight(self, r: Tensor) -> Tensor:
-        return outer(r, self.latent * self.factor)
+    def target(self, chunk: slice) -> Tensor:
+        return _rows(self.targets, chunk)
 
-    def decoder_bias(self, r: Tensor) -> Tensor:
-        return (r.sum(0) if len(r) > 1 else r[0]) * self.factor
+    def __len__(self) -> int:
+        return len(self.label)
 
-    def encoder_weight(self, chunk: slice) -> Tensor:
-        assert self.source is not None and self.d_encoder is not None
-        return outer(self.d_encoder, self.source[:, chunk])
 
-    def encoder_bias(self) -> Tensor:
-        assert self.d_encoder is not None
-        return self.d_encoder.sum(0)
+def _rows(batches: list[Tensor], chunk: slice) -> Tensor:
+    """[K, chunk]: a view of a single batch, a copy in the cache of several."""
+    return batches[0][:, chunk] if len(batches) == 1 else torch.cat([batch[:, chunk] for batch in batches])
 
-    def gradient_square(self) -> Tensor:
-        """Squared norm of this batch's gradient over all trained weights."""
-        total = self._decoder_square
-        if self.d_encoder is None:
-            return total
-        assert self.source is not None
-        if len(self.source) == 1:
-            encoder_square = self.d_encoder.double().square().sum() * (square(self.source) + 1.0)
-        else:
-            encoder_square = square(self.encoder_bias())
-            for chunk in self.engine.chunks(self.model.device_encoder):
-                encoder_square = encoder_square + square(self.encoder_weight(chunk))
-        return total + encoder_square.to(total.device)
+
+def encode_parts(model: GradiendModel, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Encodings [k, m] of gradients [k, n], where everyone has a part of n and `total` adds up."""
+    weight = model.encoder_weight
+    source = source.to(weight.device, weight.dtype)
+    products = torch.zeros(len(source), len(weight), dtype=torch.float64, device=weight.device)
+    size = CHUNK_ON_GPU if weight.device.type == "cuda" else CHUNK
+    for start in range(0, source.shape[1], size):
+        products += dot(source[:, start : start + size], weight[:, start : start + size])
+    encoded: Tensor = model.encoder[1](total(products).to(weight.dtype) + model.encoder_bias)
+    return encoded
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
@@ -281,10 +295,3 @@ def square(a: Tensor) -> Tensor:
     """Sum of squares; chunks are summed in float32, what is added up from them in float64."""
     flat = a.reshape(-1)
     return torch.dot(flat, flat).double()
-
-
-def sum_of(terms: Iterator[Tensor]) -> Tensor:
-    total = next(terms)
-    for term in terms:
-        total = total + term
-    return total

@@ -1,0 +1,286 @@
+"""The few collectives, and how ranks wait for each other and end together.
+
+Three kinds of traffic, each on the way that suits it:
+
+    numbers of a step    `total`, `reduce_scatter`, `exchange`: on the devices' own backend (NCCL, or gloo on CPUs)
+    decisions            `decide`, `largest`, `smallest`, `gather`: a gloo group of the hosts, never on a device's stream
+    waiting for rank 0   `first`, `meet`: on the store that the launcher keeps, with a timeout of its own and a message
+                         that names what is being waited for; no rank sits in a collective while rank 0 copies files
+
+A single process has a `Comm` as well, and every method is then the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradiend_dist.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long a rank that fails waits for word from the others before it says whom it lost.
+LAST_WORDS_SECONDS = 3.0
+# How often a rank that waits for rank 0 says so.
+PATIENCE_SECONDS = 60.0
+
+
+class PeerError(Exception):
+    """Another rank has failed and has said why: this one ends without a word."""
+
+
+class PeerLost(Exception):
+    """A collective failed: some rank is gone or does not answer."""
+
+
+@dataclass
+class Comm:
+    """This process's place among the ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    """Ranks on this host: they share its memory."""
+    timeout: float = 1800.0
+    """Seconds after which a rank that does not answer is given up."""
+    group: Any = None
+    """Process group of the devices; None: the default one."""
+    control: Any = None
+    """Gloo group of the hosts."""
+    store: Any = None
+    _meetings: int = field(default=0, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world_size == 1
+
+    @classmethod
+    def join(cls, timeout: float = 1800.0) -> Comm:
+        """The ranks of the process group that Accelerate or torchrun has made."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(timeout=timeout)
+        control = None
+        if dist.get_backend() != "gloo":
+            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            timeout=timeout,
+            control=control,
+            store=dist.PrefixStore("gradiend_dist", dist.distributed_c10d._get_default_store()),
+        )
+
+    # --- numbers of a step
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place; a few numbers."""
+        if not self.is_alone:
+            with self._telling("a sum"):
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def reduce_scatter(self, contribution: Tensor, sizes: Sequence[int], *, asynchronously: bool = False) -> Any:
+        """Rank r gets the sum of everyone's r-th piece; `sizes` may differ and may be 0. With a handle to wait on."""
+        mine = contribution.new_empty(sizes[self.rank])
+        with self._telling("gradients"):
+            handle = dist.reduce_scatter(
+                mine, list(contribution.split(list(sizes))), group=self.group, async_op=asynchronously
+            )
+        return (mine, handle) if asynchronously else mine
+
+    def exchange(self, contribution: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Rank r gets everyone's r-th piece, one below the other: [world_size, sizes[r]]."""
+        mine = contribution.new_empty(self.world_size * sizes[self.rank])
+        with self._telling("gradients"):
+            dist.all_to_all_single(
+                mine, contribution, [sizes[self.rank]] * self.world_size, list(sizes), group=self.group
+            )
+        return mine.view(self.world_size, sizes[self.rank])
+
+    # --- decisions, on the host
+
+    def largest(self, *values: float) -> list[float]:
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def smallest(self, *values: float) -> list[float]:
+        return self._reduced(values, dist.ReduceOp.MIN)
+
+    def all_agree(self, fine: bool) -> bool:
+        return self.smallest(float(fine))[0] == 1.0
+
+    def _reduced(self, values: Sequence[float], op: Any) -> list[float]:
+        if self.is_alone:
+            return list(values)
+        numbers = torch.tensor(values, dtype=torch.float64)
+        with self._telling("a decision"):
+            dist.all_reduce(numbers, op=op, group=self.control)
+        return numbers.tolist()
+
+    def total_on_host(self, counts: Tensor) -> Tensor:
+        """The sum over all ranks of a small host tensor, in place."""
+        if not self.is_alone:
+            with self._telling("counts"):
+                dist.all_reduce(counts, group=self.control)
+        return counts
+
+    def decide(self, value: T) -> T:
+        """What rank 0 says."""
+        if self.is_alone:
+            return value
+        box = [value]
+        with self._telling("rank 0's decision"):
+            dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank says, on every rank: small things."""
+        if self.is_alone:
+            return [value]
+        box: list[Any] = [None] * self.world_size
+        with self._telling("what every rank says"):
+            dist.all_gather_object(box, value, group=self.control)
+        return box
+
+    def concatenate(self, mine: Tensor) -> Tensor:
+        """Everyone's host tensor of one dimension, one after the other in the order of ranks."""
+        if self.is_alone:
+            return mine
+        sizes = [int(size) for size in self.gather(mine.numel())]
+        parts = [mine.new_empty(size) for size in sizes]
+        with self._telling("positions"):
+            for source, part in enumerate(parts):
+                if source == self.rank:
+                    part.copy_(mine)
+                if part.numel():
+                    dist.broadcast(part, src=source, group=self.control)
+        return torch.cat(parts)
+
+    def send_to_first(self, mine: Tensor, source: int) -> Tensor | None:
+        """A host tensor of rank `source`, on rank 0; nothing elsewhere."""
+        if source == 0:
+            return mine if self.is_first else None
+        with self._telling(f"rank {source}'s part of a file"):
+            if self.rank == source:
+                dist.send(mine.contiguous(), dst=0, group=self.control)
+            elif self.is_first:
+                received = torch.empty_like(mine)
+                dist.recv(received, src=source, group=self.control)
+                return received
+        return None
+
+    # --- waiting for rank 0
+
+    def first(self, what: str, work: Callable[[], T]) -> T:
+        """Rank 0 works, which may take long; the others wait on the store and get its result.
+
+        If rank 0 fails, the others end silently: it tells the reason.
+        """
+        if self.is_alone:
+            return work()
+        self._meetings += 1
+        key = f"first/{self._meetings}"
+        if self.is_first:
+            try:
+                result = work()
+            except BaseException:
+                self.store.set(key, pickle.dumps((False, None)))
+                raise
+            self.store.set(key, pickle.dumps((True, result)))
+            return result
+        fine, found = pickle.loads(self._await(key, f"rank 0 ({what})"))
+        if not fine:
+            raise PeerError
+        return found  # type: ignore[no-any-return]
+
+    def meet(self, what: str) -> None:
+        """Go on when every rank is here."""
+        if self.is_alone:
+            return
+        self._meetings += 1
+        key = f"meet/{self._meetings}"
+        self.store.set(f"{key}/{self.rank}", b"")
+        for rank in range(self.world_size):
+            self._await(f"{key}/{rank}", f"rank {rank} ({what})")
+
+    def _await(self, key: str, whom: str) -> bytes:
+        start = time.monotonic()
+        while True:
+            try:
+                self.store.wait([key], timedelta(seconds=min(PATIENCE_SECONDS, self.timeout)))
+                found: bytes = self.store.get(key)
+                return found
+            except (RuntimeError, dist.DistStoreError) as error:
+                waited = time.monotonic() - start
+                if self._peer_failed():
+                    raise PeerError from error
+                if waited >= self.timeout or not isinstance(error, dist.DistStoreError):
+                    raise PeerLost(f"waiting for {whom} for {waited:.0f} s") from error
+                logger.info("still waiting for %s, %.0f of %.0f s", whom, waited, self.timeout)
+
+    # --- ending together
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """A collective that fails is a rank that is gone, not a traceback."""
+        try:
+            yield
+        except RuntimeError as error:  # what gloo and NCCL raise for a lost peer
+            raise PeerLost(f"exchanging {what}") from error
+
+    def fail(self, message: str) -> None:
+        """Tell the others that this rank has failed and has said so."""
+        if not self.is_alone:
+            with contextlib.suppress(RuntimeError):
+                self.store.set("failed", message)
+
+    def _peer_failed(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return bool(self.store.check(["failed"]))
+        return False
+
+    def last_words(self, lost: PeerLost) -> str | None:
+        """What to say of a lost peer: None where another rank says it.
+
+        Every rank that is alive and hears of it signs; after a moment the lowest of them names those who did not.
+        """
+        try:
+            self.store.set(f"alive/{self.rank}", b"")
+            deadline = time.monotonic() + LAST_WORDS_SECONDS
+            while time.monotonic() < deadline:
+                if self._peer_failed():
+                    return None
+                time.sleep(0.1)
+            alive = [rank for rank in range(self.world_size) if self.store.check([f"alive/{rank}"])]
+        except RuntimeError:
+            return f"the launcher and its store are gone ({lost})" if self.is_first else None
+        if alive and alive[0] != self.rank:
+            return None
+        silent = [str(rank) for rank in range(self.world_size) if rank not in alive]
+        whom = f"rank {', '.join(silent)} is gone or does not answer" if silent else "the ranks lost each other"
+        return f"{whom} ({lost}): see its log; the same command goes on from the last saved state"
+
+
+def require_same(comm: Comm, name: str, value: Any) -> None:
+    """Every rank must have been started alike."""
+    found = comm.gather(value)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise UserError(f"{name} is {found[0]!r} on rank 0 and {other!r} on rank {rank}: start all ranks alike.")

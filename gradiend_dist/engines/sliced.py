@@ -1,0 +1,28 @@
+"""Many ranks, each with a part of n: We, Wd, bd, their moments, x and y are cut alike, so nothing of size n moves.
+
+The step is that of a single process. Its sums over n (We.x; the loss and dloss/dh; norms) are the only traffic: a few
+numbers in three all-reduces, on every rank the same result. Encoder biases, m numbers, live on every rank and
+are updated by the same numbers everywhere.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradiend_dist.comm import Comm
+from gradiend_dist.engines import StepOptions
+from gradiend_dist.engines.placed import PlacedEngine
+from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
+
+
+class SlicedEngine(PlacedEngine):
+    def __init__(self, model: ParamMappedGradiendModel, options: StepOptions, comm: Comm) -> None:
+        super().__init__(model, options)
+        self.comm = comm
+
+    def total(self, partial: Tensor) -> Tensor:
+        return self.comm.total(partial)
+
+    @property
+    def whole(self) -> GradiendModel | None:
+        return self.model if self.part.is_whole else None
