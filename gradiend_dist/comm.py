@@ -93,27 +93,31 @@ class Comm:
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place; a few numbers."""
         if not self.is_alone:
-            with self._telling("a sum"):
+            with self.telling("a sum"):
                 dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def reduce_scatter(self, contribution: Tensor, sizes: Sequence[int], *, asynchronously: bool = False) -> Any:
-        """Rank r gets the sum of everyone's r-th piece; `sizes` may differ and may be 0. With a handle to wait on."""
-        mine = contribution.new_empty(sizes[self.rank])
-        with self._telling("gradients"):
-            handle = dist.reduce_scatter(
-                mine, list(contribution.split(list(sizes))), group=self.group, async_op=asynchronously
-            )
-        return (mine, handle) if asynchronously else mine
+    def all_reduce(self, contribution: Tensor) -> tuple[Tensor, Any]:
+        """The sum of everyone's contribution, in place, once the handle was waited for."""
+        with self.telling("gradients"):
+            return contribution, dist.all_reduce(contribution, group=self.group, async_op=True)
 
-    def exchange(self, contribution: Tensor, sizes: Sequence[int]) -> Tensor:
+    def reduce_scatter(self, contribution: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Any]:
+        """Rank r gets the sum of everyone's r-th piece; `sizes` may differ and may be 0."""
+        mine = contribution.new_empty(sizes[self.rank])
+        pieces = list(contribution.split(list(sizes)))
+        with self.telling("gradients"):
+            return mine, dist.reduce_scatter(mine, pieces, group=self.group, async_op=True)
+
+    def exchange(self, contribution: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Any]:
         """Rank r gets everyone's r-th piece, one below the other: [world_size, sizes[r]]."""
         mine = contribution.new_empty(self.world_size * sizes[self.rank])
-        with self._telling("gradients"):
-            dist.all_to_all_single(
-                mine, contribution, [sizes[self.rank]] * self.world_size, list(sizes), group=self.group
+        receive = [sizes[self.rank]] * self.world_size
+        with self.telling("gradients"):
+            handle = dist.all_to_all_single(
+                mine, contribution, receive, list(sizes), group=self.group, async_op=True
             )
-        return mine.view(self.world_size, sizes[self.rank])
+        return mine.view(self.world_size, sizes[self.rank]), handle
 
     # --- decisions, on the host
 
@@ -130,14 +134,14 @@ class Comm:
         if self.is_alone:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)
-        with self._telling("a decision"):
+        with self.telling("a decision"):
             dist.all_reduce(numbers, op=op, group=self.control)
         return numbers.tolist()
 
     def total_on_host(self, counts: Tensor) -> Tensor:
         """The sum over all ranks of a small host tensor, in place."""
         if not self.is_alone:
-            with self._telling("counts"):
+            with self.telling("counts"):
                 dist.all_reduce(counts, group=self.control)
         return counts
 
@@ -146,7 +150,7 @@ class Comm:
         if self.is_alone:
             return value
         box = [value]
-        with self._telling("rank 0's decision"):
+        with self.telling("rank 0's decision"):
             dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
         return box[0]
 
@@ -155,7 +159,7 @@ class Comm:
         if self.is_alone:
             return [value]
         box: list[Any] = [None] * self.world_size
-        with self._telling("what every rank says"):
+        with self.telling("what every rank says"):
             dist.all_gather_object(box, value, group=self.control)
         return box
 
@@ -165,7 +169,7 @@ class Comm:
             return mine
         sizes = [int(size) for size in self.gather(mine.numel())]
         parts = [mine.new_empty(size) for size in sizes]
-        with self._telling("positions"):
+        with self.telling("positions"):
             for source, part in enumerate(parts):
                 if source == self.rank:
                     part.copy_(mine)
@@ -177,7 +181,7 @@ class Comm:
         """A host tensor of rank `source`, on rank 0; nothing elsewhere."""
         if source == 0:
             return mine if self.is_first else None
-        with self._telling(f"rank {source}'s part of a file"):
+        with self.telling(f"rank {source}'s part of a file"):
             if self.rank == source:
                 dist.send(mine.contiguous(), dst=0, group=self.control)
             elif self.is_first:
@@ -238,7 +242,7 @@ class Comm:
     # --- ending together
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def telling(self, what: str) -> Iterator[None]:
         """A collective that fails is a rank that is gone, not a traceback."""
         try:
             yield

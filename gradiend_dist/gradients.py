@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +29,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from gradiend_dist.comm import Comm
 from gradiend_dist.files import explained
 from gradiend_dist.objectives import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
-from gradiend_dist.space import ParameterSpace, Weight, backbone_module, select_entries
+from gradiend_dist.reduction import Buckets, Deliver, Destination, Direct, Reduced
+from gradiend_dist.space import ParameterSpace, Part, Weight, backbone_module, select_entries
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +75,11 @@ class Pass:
 
 
 class BaseGradients:
-    """Computes the gradients of items over one parameter space."""
+    """Computes the gradients of items over one parameter space, each rank some of the rows, for its part of it.
+
+    The base model is whole on every rank, or, with `shards`, cut by FSDP: each rank then holds this range of each
+    weight's entries and gets the gradient of just that range.
+    """
 
     def __init__(
         self,
@@ -84,69 +90,114 @@ class BaseGradients:
         *,
         micro_batch_size: int | None = None,
         autocast: torch.dtype | None = None,
+        comm: Comm | None = None,
+        parts: Sequence[Part] | None = None,
+        shards: dict[str, tuple[int, int]] | None = None,
     ) -> None:
         self.model = model
         self.objective = objective
         self.space = space
         self.micro_batch_size = micro_batch_size
         self.autocast = autocast
-        self.device = next(model.parameters()).device
+        self.comm = comm or Comm()
+        self.parts = parts or [Part.whole(space.size)]
+        self.part = self.parts[self.comm.rank]
+        self.is_sharded = shards is not None
+        first = next(model.parameters())
+        self.device = first.device
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         self.logits_at = LogitsAt(model)
         self._scale = FP16_SCALE if autocast is torch.float16 else 1.0
         parameters = dict(model.named_parameters())
+        mapped = space.active() if shards is None else space.shard(shards)
         self.weights = [
             (weight, parameters[weight.name], None if weight.selected is None else weight.selected.to(self.device))
-            for weight in space.active()
+            for weight in mapped
         ]
         mine = {id(parameter): (weight, indices) for weight, parameter, indices in self.weights}
         self._embeddings, self._heads = (
             [(module, *mine[id(module.weight)]) for module in modules if id(module.weight) in mine]
             for modules in (plain_embeddings(model), output_layers(model))
         )
-        self._vectors: dict[str, Tensor] = {}
-        self._into: list[tuple[str, float]] = []
-        self._written: set[tuple[str, str]] = set()
+        if self.is_sharded:  # FSDP reduces what autograd forms
+            self._embeddings, self._heads = [], []
+        self._contributions: dict[str, int] = {}
+        self._buckets: Buckets | None = None
+        self._destination: Destination = Direct({}, [])
+
+    @property
+    def largest_part(self) -> int:
+        """Entries of the rank that has most: what all ranks count with, so that they decide alike."""
+        return max(part.size for part in self.parts)
 
     def compute(self, item: Item, kinds: Sequence[str], *, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The gradients of the wanted kinds; `out` may hold vectors to overwrite."""
-        self._vectors = out if out is not None else {kind: self.empty() for kind in kinds}
+        """This rank's part of the gradients of the wanted kinds; `out` may hold vectors to overwrite."""
+        vectors = out if out is not None else {kind: self.empty() for kind in kinds}
+        rows = [item.rows[rank :: self.comm.world_size] for rank in range(self.comm.world_size)]
         while True:
-            self._written.clear()
-            with torch.enable_grad(), self._collecting():
-                for rows in self._micro_batches(item):
-                    self._accumulate(rows, item, list(self._vectors))
-            for kind, (weight, _, _) in itertools.product(self._vectors, self.weights):
-                self._range(kind, weight, as_zeros=True)
-            if self._scale == 1.0 or all(bool(v.isfinite().all()) for v in self._vectors.values()):
-                return self._vectors
-            self._scale /= 2.0
-            logger.info("float16 overflow in %s: loss scale is now %g", item.name or "an item", self._scale)
+            if self.comm.is_alone or self.is_sharded:
+                direct = Direct(vectors, [weight for weight, _, _ in self.weights])
+                self._work(rows, item, list(vectors), direct)
+                direct.complete()
+            else:
+                reduced = Reduced(self.buckets, Collect([vectors]), self.device)
+                self._work(rows, item, list(vectors), reduced)
+            if self._is_finite(vectors.values(), item):
+                return vectors
+
+    def compute_round(self, items: Sequence[Item], kinds: Sequence[str], deliver: Deliver) -> None:
+        """The gradients of up to as many items as there are ranks, each rank its own; all parts to their owners.
+
+        What arrives is delivered piece by piece: no rank needs to hold the vectors.
+        """
+        assert len(items) <= self.comm.world_size and not self.comm.is_alone and not self.is_sharded
+        rows = [items[rank].rows if rank < len(items) else () for rank in range(self.comm.world_size)]
+        mine = items[min(self.comm.rank, len(items) - 1)]
+        self._work(rows, mine, list(kinds), Reduced(self.buckets, deliver, self.device, num_items=len(items)))
+
+    @property
+    def buckets(self) -> Buckets:
+        if self._buckets is None:
+            self._buckets = Buckets(self.space, self.parts, self.comm)
+        return self._buckets
+
+    def _is_finite(self, vectors: Iterable[Tensor], item: Item) -> bool:
+        """Under float16: is it? If not, the next try has a smaller scale."""
+        if self._scale == 1.0 or self.comm.all_agree(all(bool(vector.isfinite().all()) for vector in vectors)):
+            return True
+        self._scale /= 2.0
+        logger.info("float16 overflow in %s: loss scale is now %g", item.name or "an item", self._scale)
+        return False
 
     def empty(self) -> Tensor:
-        return torch.empty(self.space.size, dtype=torch.float32, device=self.device)
+        return torch.empty(self.part.size, dtype=torch.float32, device=self.device)
 
-    def _micro_batches(self, item: Item) -> Iterator[tuple[ClozeRow, ...]]:
-        size = self.micro_batch_size or len(item.rows)
-        for start in range(0, len(item.rows), size):
-            yield item.rows[start : start + size]
+    def _work(
+        self, rows: Sequence[tuple[ClozeRow, ...]], item: Item, kinds: list[str], destination: Destination
+    ) -> None:
+        """Run all passes; `rows` are those of each rank, of which this one reads its own.
 
-    def _accumulate(self, rows: tuple[ClozeRow, ...], item: Item, kinds: list[str]) -> None:
-        if all(row.is_identity for row in rows):
-            kinds = [kind for kind in kinds if kind != "diff"]  # exactly zero
-        if not kinds:
+        Which passes there are depends on the rows of all ranks, so that all ranks make the same ones.
+        """
+        self._destination = destination
+        size = self.micro_batch_size or max(len(mine) for mine in rows)
+        with torch.enable_grad(), self._collecting():
+            for start in range(0, max(len(mine) for mine in rows), size):
+                now = [mine[start : start + size] for mine in rows]
+                for passes, only in plan_passes([row for mine in now for row in mine], kinds):
+                    self._run(now[self.comm.rank], item, passes, only)
+
+    def _run(self, rows: tuple[ClozeRow, ...], item: Item, passes: list[Pass], only: str | None) -> None:
+        """One forward pass, then one backward pass for each of `passes`; a rank without rows adds nothing."""
+        weight = 1.0
+        if not rows and self.is_sharded:
+            rows, weight = item.rows[:1], 0.0  # a sharded base needs every rank in every pass
+        if not rows:
+            for step in passes:
+                self._destination.begin(step.into)
+                self._destination.end(had_rows=False)
             return
-        if all(row.shares_input for row in rows):
-            passes = [Pass(*LOSS_WEIGHTS[kind], into=[(kind, 1.0)]) for kind in kinds]
-            self._run(rows, item, passes)
-            return
-        for side, index in (("factual", 0), ("alternative", 1)):
-            into = [(kind, LOSS_WEIGHTS[kind][index]) for kind in kinds if LOSS_WEIGHTS[kind][index]]
-            if into:
-                self._run(rows, item, [Pass(1.0 - index, float(index), into)], only=side)
-
-    def _run(self, rows: tuple[ClozeRow, ...], item: Item, passes: list[Pass], only: str | None = None) -> None:
-        """One forward pass, then one backward pass for each of `passes`."""
+        self._contributions.clear()
         read = [row.alternative if only == "alternative" else row.factual for row in rows]
         batch = ClozeBatch.of(read, self.pad_id, self.device)
         with self.precision():
@@ -159,13 +210,20 @@ class BaseGradients:
         }
         for number, step in enumerate(passes):
             loss = sum(
-                weight * losses[side]
-                for side, weight in (("factual", step.factual), ("alternative", step.alternative))
-                if weight
+                share * losses[side]
+                for side, share in (("factual", step.factual), ("alternative", step.alternative))
+                if share
             )
             assert isinstance(loss, Tensor), "a pass mixes at least one loss"
-            self._into = step.into
-            (loss * self._scale).backward(retain_graph=number + 1 < len(passes))
+            self._begin(step)
+            (loss * (self._scale * weight)).backward(retain_graph=number + 1 < len(passes))
+            self._destination.end()
+
+    def _begin(self, step: Pass) -> None:
+        self._destination.begin(step.into)
+        for weight, _, _ in self.weights:
+            if weight.name in self._contributions:
+                self._destination.expect(weight, self._contributions[weight.name])
 
     def _loss(self, log_probability: Tensor, rows: tuple[ClozeRow, ...], item: Item, side: str) -> Tensor:
         """Mean cross-entropy over all places of the item (or, per row, over its rows)."""
@@ -182,7 +240,8 @@ class BaseGradients:
     def _collecting(self) -> Iterator[None]:
         """Only the weights of the space want gradients, and each hands its own over when it is complete."""
         wanted = {id(parameter) for _, parameter, _ in self.weights}
-        before = [(p, p.requires_grad, p.grad) for p in self.model.parameters()]
+        # FSDP takes note of what wants gradients when it is set up: there it stays as it was then.
+        before = [] if self.is_sharded else [(p, p.requires_grad, p.grad) for p in self.model.parameters()]
         for parameter, _, _ in before:
             parameter.requires_grad_(id(parameter) in wanted)
             parameter.grad = None  # what a user left there would be added to the first gradient
@@ -209,6 +268,7 @@ class BaseGradients:
     def _collector(self, weight: Weight, indices: Tensor | None) -> Any:
         def collect(parameter: Tensor) -> None:
             self._add(weight, select_entries(take_gradient(parameter), weight, indices).float())
+            self._destination.done(weight)
 
         return collect
 
@@ -225,7 +285,9 @@ class BaseGradients:
                 if module.padding_idx is not None:
                     by_row[rows == module.padding_idx] = 0.0
                 self._add_rows(weight, indices, rows, by_row)
+                self._destination.done(weight)
 
+            self._will_contribute(weight)
             looked_up = output.detach().requires_grad_()
             looked_up.register_post_accumulate_grad_hook(collect)
             return looked_up
@@ -243,19 +305,23 @@ class BaseGradients:
 
             def collect(gradient: Tensor) -> None:
                 self._add_product(weight, indices, gradient.float().reshape(len(entered), -1), entered)
+                self._destination.done(weight)
 
+            self._will_contribute(weight)
             output.register_hook(collect)
 
         return watch
 
+    def _will_contribute(self, weight: Weight) -> None:
+        self._contributions[weight.name] = self._contributions.get(weight.name, 0) + 1
+
     def _add(self, weight: Weight, entries: Tensor) -> None:
-        """Add to the vectors of this pass. What comes first overwrites: half the memory traffic of adding to zeros."""
-        for kind, factor in self._into:
-            part, kept = self._range(kind, weight)
+        """Add to where this pass goes. What comes first overwrites: half the memory traffic of adding to zeros."""
+        for place, kept, factor in self._destination.ranges(weight):
             if kept:
-                part.add_(entries, alpha=factor / self._scale)
+                place.add_(entries, alpha=factor / self._scale)
             else:
-                torch.mul(entries, factor / self._scale, out=part)
+                torch.mul(entries, factor / self._scale, out=place)
 
     def _add_rows(self, weight: Weight, indices: Tensor | None, rows: Tensor, gradient: Tensor) -> None:
         """Add the gradient of these rows (each of them once) of a matrix."""
@@ -264,9 +330,8 @@ class BaseGradients:
             shape = (weight.num_selected,)
             places, row, column = entries_of_rows(indices, rows, width=weight.shape[-1])
             entries = gradient[row, column]
-        for kind, factor in self._into:
-            part, _ = self._range(kind, weight, as_zeros=True)
-            part.view(shape).index_add_(0, places, entries, alpha=factor / self._scale)
+        for place, _, factor in self._destination.ranges(weight, as_zeros=True):
+            place.view(shape).index_add_(0, places, entries, alpha=factor / self._scale)
 
     def _add_product(self, weight: Weight, indices: Tensor | None, a: Tensor, b: Tensor) -> None:
         """Add a^T b, a matrix of the weight's shape."""
@@ -275,21 +340,9 @@ class BaseGradients:
             rows, row = (indices // width).unique_consecutive(return_inverse=True)
             self._add(weight, (a[:, rows].T @ b)[row, indices % width])
             return
-        for kind, factor in self._into:
-            part, kept = self._range(kind, weight)
-            matrix = part.view(weight.shape)
+        for place, kept, factor in self._destination.ranges(weight):
+            matrix = place.view(weight.shape)
             torch.addmm(matrix, a.T, b, beta=float(kept), alpha=factor / self._scale, out=matrix)
-
-    def _range(self, kind: str, weight: Weight, *, as_zeros: bool = False) -> tuple[Tensor, bool]:
-        """A weight's part of a vector, for writing, and is there something in it to keep?
-
-        If not, it holds anything (with `as_zeros`: zeros).
-        """
-        part, kept = self._vectors[kind][weight.offset : weight.stop], (kind, weight.name) in self._written
-        self._written.add((kind, weight.name))
-        if as_zeros and not kept:
-            part.zero_()
-        return part, kept
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -297,10 +350,39 @@ class BaseGradients:
         return torch.autocast(self.device.type, dtype=self.autocast)
 
 
+def plan_passes(rows: Sequence[ClozeRow], kinds: list[str]) -> Iterator[tuple[list[Pass], str | None]]:
+    """The backward passes over these rows, by forward pass: (passes, the side that is read if it is not the same)."""
+    if all(row.is_identity for row in rows):
+        kinds = [kind for kind in kinds if kind != "diff"]  # exactly zero
+    if not kinds:
+        return
+    if all(row.shares_input for row in rows):
+        yield [Pass(*LOSS_WEIGHTS[kind], into=[(kind, 1.0)]) for kind in kinds], None
+        return
+    for side, index in (("factual", 0), ("alternative", 1)):
+        into = [(kind, LOSS_WEIGHTS[kind][index]) for kind in kinds if LOSS_WEIGHTS[kind][index]]
+        if into:
+            yield [Pass(1.0 - index, float(index), into)], side
+
+
+class Collect:
+    """Puts what arrives from other ranks into the vectors of the items."""
+
+    def __init__(self, vectors: Sequence[dict[str, Tensor]]) -> None:
+        self.vectors = vectors
+        for kinds in vectors:
+            for vector in kinds.values():
+                vector.zero_()
+
+    def __call__(self, item: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+        for kind, factor in into:
+            self.vectors[item][kind][where].add_(entries, alpha=factor)
+
+
 def take_gradient(tensor: Tensor) -> Tensor:
     gradient, tensor.grad = tensor.grad, None
     assert gradient is not None, "the hook fires after accumulation"
-    return gradient
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def ask_no_gradient(module: nn.Linear, _args: Any) -> None:
@@ -449,7 +531,7 @@ class GradientSource:
             self.store.hits += 1
             return {kind: vector.to(self.base.device) for kind, vector in found.items() if vector is not None}
         self.store.misses += 1
-        size = 4 * self.base.space.size * len(missing)
+        size = 4 * self.base.largest_part * len(missing)
         keep = (keep and self.store.has_room(size)) or self.store.directory is not None
         out = {kind: self.base.empty() for kind in missing} if keep else self._reusable(missing)
         computed = self.base.compute(item, missing, out=out)
@@ -463,7 +545,7 @@ class GradientSource:
         missing = sum(not self.store.in_memory(item.key, kind) for item in items)
         if self.store.directory is not None:
             return True
-        return missing == 0 or (will_keep and self.store.has_room(4 * self.base.space.size * missing))
+        return missing == 0 or (will_keep and self.store.has_room(4 * self.base.largest_part * missing))
 
     def _reusable(self, kinds: list[str]) -> dict[str, Tensor]:
         for kind in kinds:

@@ -154,6 +154,32 @@ class ParameterSpace:
         """The weights that have a selected entry: only these need gradients."""
         return [weight for weight in self.weights if weight.num_selected]
 
+    def shard(self, shards: dict[str, tuple[int, int]]) -> list[Weight]:
+        """The weights of a rank that holds these ranges of their entries, as if it had nothing else."""
+        found, offset = [], 0
+        for weight in self.active():
+            start, stop = shards[weight.name]
+            selected = weight.selected
+            if selected is not None:
+                first, last = torch.searchsorted(selected, torch.tensor([start, stop])).tolist()
+                selected = selected[first:last] - start
+            own = Weight(weight.name, (stop - start,), weight.base_offset + start, offset, selected)
+            found.append(own)
+            offset += own.num_selected
+        return found
+
+    def part_of_shards(self, shards: dict[str, tuple[int, int]]) -> Part:
+        """What such a rank owns of a vector over this space."""
+        ranges = []
+        for weight in self.active():
+            edges = torch.tensor(shards[weight.name])
+            if weight.selected is not None:
+                edges = torch.searchsorted(weight.selected, edges)
+            start, stop = (weight.offset + edges).tolist()
+            if start < stop:
+                ranges.append((start, stop))
+        return Part(self.size, tuple(ranges) or ((0, 0),))
+
     def select(self, keep: Tensor) -> ParameterSpace:
         """The space of the local indices `keep` (ascending, unique)."""
         assert keep.dtype == torch.int64, "positions are 64-bit"
