@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gradiend_dist.comm import Comm
 from gradiend_dist.devices import place
 from gradiend_dist.errors import UserError
-from gradiend_dist.files import new_directory, read_json, write_json
-from gradiend_dist.space import INT32_MAX, ParameterSpace
+from gradiend_dist.files import explained, make_partial, read_json, replace_directory, write_json
+from gradiend_dist.space import INT32_MAX, ParameterSpace, Part
+from gradiend_dist.weight_file import read_weights, write_weights
 
 if TYPE_CHECKING:
-    from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel
+    from gradiend_dist.model import GradiendModel, ModelWithGradiend, ParamMappedGradiendModel
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -72,23 +75,43 @@ def save_model(
     *,
     training: dict[str, Any] | None = None,
     with_tokenizer: bool = True,
+    comm: Comm | None = None,
 ) -> None:
-    """Write a model directory; what stood there before stays until the new one is complete."""
-    check_replaceable(Path(path))
-    with new_directory(Path(path)) as directory:
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in model.gradiend.state_dict().items()},
-            str(directory / WEIGHTS),
-        )
-        write_json(directory / CONFIG, _config(model, _save_mapping(model.gradiend.space, directory)))
+    """Write a model directory; what stood there before stays until the new one is complete.
+
+    With `comm`, all ranks call this together, each with its part of the weights.
+    """
+    comm, path = comm or Comm(), Path(path)
+    partial = comm.first(f"preparing {path}", lambda: _prepare(path))
+    try:
+        with explained(path):
+            write_weights(model.gradiend, partial / WEIGHTS, comm)
+        comm.first(f"completing {path}", lambda: _complete(model, partial, path, training, with_tokenizer))
+    finally:
+        if comm.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _prepare(path: Path) -> Path:
+    check_replaceable(path)
+    with explained(path):
+        return make_partial(path)
+
+
+def _complete(
+    model: ModelWithGradiend, partial: Path, path: Path, training: dict[str, Any] | None, with_tokenizer: bool
+) -> None:
+    with explained(path):
+        write_json(partial / CONFIG, _config(model, _save_mapping(model.gradiend.space, partial)))
         context: dict[str, Any] = {"source": model.source, "target": model.target}
         if model.feature_class_encoding_direction:
             context["feature_class_encoding_direction"] = model.feature_class_encoding_direction
-        write_json(directory / CONTEXT, context)
+        write_json(partial / CONTEXT, context)
         if training is not None:
-            write_json(directory / TRAINING, training)
+            write_json(partial / TRAINING, training)
         if with_tokenizer:
-            _save_tokenizer(model.tokenizer, directory / TOKENIZER)
+            _save_tokenizer(model.tokenizer, partial / TOKENIZER)
+        replace_directory(partial, path)
 
 
 def _save_tokenizer(tokenizer: Any, path: Path) -> None:
@@ -206,15 +229,52 @@ def _context(path: Path) -> dict[str, Any]:
     return context
 
 
-def load_gradiend(path: str | Path, **devices: Any) -> ParamMappedGradiendModel:
-    """Encoder, decoder and parameter space of a model directory, without its base model."""
+def load_gradiend(
+    path: str | Path, *, comm: Comm | None = None, part: Callable[[ParameterSpace], Part] | None = None, **devices: Any
+) -> ParamMappedGradiendModel:
+    """Encoder, decoder and parameter space of a model directory, without its base model.
+
+    With `comm`, all ranks call this together; with `part`, each reads only what that gives of the space.
+    """
     from gradiend_dist.model import ParamMappedGradiendModel
 
-    path = Path(path)
+    comm, path = comm or Comm(), Path(path)
+    everyone_sees = comm.all_agree((path / CONFIG).is_file())
+    read_here = everyone_sees or comm.is_first
+    architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
+    if not everyone_sees:
+        architecture, space = comm.decide((architecture, space))
+    model = ParamMappedGradiendModel(
+        space,
+        architecture.get("latent_dim", 1),
+        part=None if part is None else part(space),
+        activation_encoder=architecture.get("activation_encoder", "tanh"),
+        activation_decoder=architecture.get("activation_decoder", "id"),
+        bias_decoder=architecture.get("bias_decoder", True),
+        torch_dtype=getattr(torch, architecture.get("torch_dtype", "float32").removeprefix("torch.")),
+        initialize=False,
+        **devices,
+    )
+    if not model.part.is_whole:
+        restore_weights(model, path, comm)
+        return model
+    tensors = _load_tensors(path)
+    if any(name.startswith("encoder.1.") for name in tensors):
+        raise UserError(
+            f"{path} was trained with the reference's activation_encoder=id, which encodes every input as 0."
+        )
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"{path / WEIGHTS} does not fit {CONFIG}: {' '.join(str(error).split())[:200]}.") from error
+    return model
+
+
+def _read_architecture(path: Path) -> tuple[dict[str, Any], ParameterSpace]:
     config = read_json(path / CONFIG)
     if not config.keys() >= {"architecture", "mapping"}:
         raise UserError(f"{path / CONFIG} has no architecture and mapping: it is damaged or no GRADIEND model.")
-    architecture = config["architecture"]
+    architecture: dict[str, Any] = config["architecture"]
     try:
         input_dim, space = architecture["input_dim"], _load_space(path, config["mapping"])
     except KeyError as error:
@@ -223,35 +283,15 @@ def load_gradiend(path: str | Path, **devices: Any) -> ParamMappedGradiendModel:
         raise UserError(
             f"{path / CONFIG} says input_dim={input_dim} but maps {space.size} weights: the directory is damaged."
         )
-    tensors = _load_tensors(path)
-    if any(name.startswith("encoder.1.") for name in tensors):
-        raise UserError(
-            f"{path} was trained with the reference's activation_encoder=id, which encodes every input as 0."
-        )
-    model = ParamMappedGradiendModel(
-        space,
-        architecture.get("latent_dim", 1),
-        activation_encoder=architecture.get("activation_encoder", "tanh"),
-        activation_decoder=architecture.get("activation_decoder", "id"),
-        bias_decoder=architecture.get("bias_decoder", True),
-        torch_dtype=getattr(torch, architecture.get("torch_dtype", "float32").removeprefix("torch.")),
-        initialize=False,
-        **devices,
-    )
+    return architecture, space
+
+
+def restore_weights(gradiend: GradiendModel, path: Path, comm: Comm | None = None) -> None:
+    """Read the weights of a model directory of ours into a model of the same space, or into a part of it."""
     try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise UserError(f"{path / WEIGHTS} does not fit {CONFIG}: {' '.join(str(error).split())[:200]}.") from error
-    return model
-
-
-def restore_weights(gradiend: ParamMappedGradiendModel, path: Path) -> None:
-    """Read the weights of a model directory of ours into a model of the same space, one tensor at a time."""
-    mine = gradiend.state_dict()
-    with safe_open(str(path / WEIGHTS), framework="pt") as file:
-        assert sorted(file.keys()) == sorted(mine), f"{path} holds another model"
-        for name in file.keys():  # noqa: SIM118, not a dict
-            mine[name].copy_(file.get_tensor(name))
+        read_weights(gradiend, path / WEIGHTS, comm or Comm())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path / WEIGHTS} cannot be read ({error}): it is damaged or incomplete.") from error
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

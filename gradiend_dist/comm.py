@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 # How long a rank that fails waits for word from the others before it says whom it lost.
 LAST_WORDS_SECONDS = 3.0
-# How often a rank that waits for rank 0 says so.
+# How often a rank that waits for rank 0 looks whether it has failed, and how often it says that it waits.
+LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 60.0
 
 
@@ -177,18 +178,15 @@ class Comm:
                     dist.broadcast(part, src=source, group=self.control)
         return torch.cat(parts)
 
-    def send_to_first(self, mine: Tensor, source: int) -> Tensor | None:
-        """A host tensor of rank `source`, on rank 0; nothing elsewhere."""
-        if source == 0:
-            return mine if self.is_first else None
+    def send(self, mine: Tensor, target: int) -> None:
+        """Hand a host tensor to another rank, which calls `receive`."""
+        with self.telling(f"a part of a file with rank {target}"):
+            dist.send(mine.contiguous(), dst=target, group=self.control)
+
+    def receive(self, into: Tensor, source: int) -> Tensor:
         with self.telling(f"rank {source}'s part of a file"):
-            if self.rank == source:
-                dist.send(mine.contiguous(), dst=0, group=self.control)
-            elif self.is_first:
-                received = torch.empty_like(mine)
-                dist.recv(received, src=source, group=self.control)
-                return received
-        return None
+            dist.recv(into, src=source, group=self.control)
+        return into
 
     # --- waiting for rank 0
 
@@ -225,19 +223,23 @@ class Comm:
             self._await(f"{key}/{rank}", f"rank {rank} ({what})")
 
     def _await(self, key: str, whom: str) -> bytes:
-        start = time.monotonic()
+        start = said = time.monotonic()
         while True:
             try:
-                self.store.wait([key], timedelta(seconds=min(PATIENCE_SECONDS, self.timeout)))
+                self.store.wait([key], timedelta(seconds=LOOK_SECONDS))
                 found: bytes = self.store.get(key)
                 return found
-            except (RuntimeError, dist.DistStoreError) as error:
-                waited = time.monotonic() - start
+            except dist.DistStoreError as error:  # not there yet
+                now = time.monotonic()
                 if self._peer_failed():
                     raise PeerError from error
-                if waited >= self.timeout or not isinstance(error, dist.DistStoreError):
-                    raise PeerLost(f"waiting for {whom} for {waited:.0f} s") from error
-                logger.info("still waiting for %s, %.0f of %.0f s", whom, waited, self.timeout)
+                if now - start >= self.timeout:
+                    raise PeerLost(f"waiting for {whom} for {now - start:.0f} s") from error
+                if now - said >= PATIENCE_SECONDS:
+                    logger.info("still waiting for %s, %.0f of %.0f s", whom, now - start, self.timeout)
+                    said = now
+            except RuntimeError as error:
+                raise PeerLost(f"waiting for {whom}") from error
 
     # --- ending together
 
@@ -249,11 +251,14 @@ class Comm:
         except RuntimeError as error:  # what gloo and NCCL raise for a lost peer
             raise PeerLost(f"exchanging {what}") from error
 
-    def fail(self, message: str) -> None:
-        """Tell the others that this rank has failed and has said so."""
-        if not self.is_alone:
-            with contextlib.suppress(RuntimeError):
-                self.store.set("failed", message)
+    def speaks(self) -> bool:
+        """Is this the rank that tells why the run ends? The first one that asks is."""
+        if self.is_alone:
+            return True
+        try:
+            return bool(self.store.add("failed", 1) == 1)
+        except RuntimeError:  # the store ended with the launcher
+            return self.is_first
 
     def _peer_failed(self) -> bool:
         with contextlib.suppress(RuntimeError):

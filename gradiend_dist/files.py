@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from safetensors import SafetensorError
 
 from gradiend_dist.errors import UserError
@@ -32,15 +33,22 @@ def explained(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """A directory to fill; it takes the place of `path` when the block ends well, and leaves nothing behind if not."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with explained(path):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial = make_partial(path)
         try:
             yield partial
             replace_directory(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def make_partial(path: Path) -> Path:
+    """An empty directory beside `path`, to be filled and then put in its place."""
+    recover(path)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
 
 
 def replace_directory(new: Path, path: Path) -> None:
@@ -55,6 +63,23 @@ def replace_directory(new: Path, path: Path) -> None:
         if old.exists() and not path.exists():
             old.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Clean up after a process that was killed while it replaced `path`: what was complete is there again."""
+    for old in sorted(path.parent.glob(f".{path.name}.old-*")):
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(path)
+    for partial in path.parent.glob(f".{path.name}.partial-*"):
+        if not _is_running(partial.name.rpartition("-")[2]):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_running(process: str) -> bool:
+    """Another process of this machine may be at work on the same path."""
+    return process.isdigit() and psutil.pid_exists(int(process)) and int(process) != os.getpid()
 
 
 def write_text(path: Path, text: str) -> None:

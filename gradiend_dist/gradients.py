@@ -18,7 +18,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,10 +150,15 @@ class BaseGradients:
 
         What arrives is delivered piece by piece: no rank needs to hold the vectors.
         """
-        assert len(items) <= self.comm.world_size and not self.comm.is_alone and not self.is_sharded
+        assert self.in_rounds and len(items) <= self.comm.world_size
         rows = [items[rank].rows if rank < len(items) else () for rank in range(self.comm.world_size)]
         mine = items[min(self.comm.rank, len(items) - 1)]
         self._work(rows, mine, list(kinds), Reduced(self.buckets, deliver, self.device, num_items=len(items)))
+
+    @property
+    def in_rounds(self) -> bool:
+        """Can each rank compute an item of its own? Not where a pass needs all ranks, nor where it may be repeated."""
+        return not self.comm.is_alone and not self.is_sharded and self.autocast is not torch.float16
 
     @property
     def buckets(self) -> Buckets:
@@ -525,7 +530,7 @@ class GradientSource:
         """The wanted gradients; those that were not kept are overwritten by the next call."""
         kinds = list(dict.fromkeys(kinds))
         key = item.key
-        found = {kind: self.store.get(key, kind) for kind in kinds}
+        found = {kind: self.store.get(key, kind) if self._everyone_has(key, kind) else None for kind in kinds}
         missing = [kind for kind, vector in found.items() if vector is None]
         if not missing:
             self.store.hits += 1
@@ -546,6 +551,44 @@ class GradientSource:
         if self.store.directory is not None:
             return True
         return missing == 0 or (will_keep and self.store.has_room(4 * self.base.largest_part * missing))
+
+    def fill(self, items: Sequence[Item], kind: str) -> None:
+        """Compute and keep those that are missing, as many at a time as there are ranks."""
+        if not self.base.in_rounds:
+            return
+        missing = [item for item in items if not self._everyone_has(item.key, kind)]
+        for together in self._rounds(missing):
+            vectors = [{kind: self.base.empty()} for _ in together]
+            self.base.compute_round(together, [kind], Collect(vectors))
+            for item, found in zip(together, vectors, strict=True):
+                self.store.put(item.key, kind, found[kind])
+
+    def stream(self, items: Sequence[Item], kind: str, take: Callable[[int, slice, Tensor], None]) -> None:
+        """Hand over the gradients piece by piece: (number of the item, range of this rank's part, entries)."""
+        if not self.base.in_rounds:
+            for number, item in enumerate(items):
+                take(number, slice(None), self.get(item, [kind], keep=False)[kind])
+            return
+        start = 0
+        for together in self._rounds(items):
+
+            def deliver(
+                item: int, into: list[tuple[str, float]], where: slice, entries: Tensor, first: int = start
+            ) -> None:
+                take(first + item, where, entries * into[0][1])
+
+            self.base.compute_round(together, [kind], deliver)
+            start += len(together)
+
+    def _rounds(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+        size = self.base.comm.world_size
+        for start in range(0, len(items), size):
+            yield items[start : start + size]
+
+    def _everyone_has(self, key: str, kind: str) -> bool:
+        """On disk a file may be missing or damaged for one rank alone; in memory all ranks keep the same."""
+        found = self.store.get(key, kind) is not None
+        return found if self.store.directory is None else self.base.comm.all_agree(found)
 
     def _reusable(self, kinds: list[str]) -> dict[str, Tensor]:
         for kind in kinds:

@@ -451,6 +451,12 @@ class ModelWithGradiend:
     def __len__(self) -> int:
         return len(self.gradiend)
 
+    def over(self, gradiend: ParamMappedGradiendModel) -> ModelWithGradiend:
+        """The same, with another GRADIEND model over the same base model."""
+        other = copy.copy(self)
+        other.gradiend = gradiend
+        return other
+
     def gradient_source(self) -> GradientSource:
         """Gradients over the current space, uncached; the trainer brings its own with a store."""
         if self._gradients is None or self._gradients.base.space is not self.gradiend.space:
@@ -521,10 +527,7 @@ class ModelWithGradiend:
     def prune_gradiend(self, *, inplace: bool = True, return_mask: bool = False, **selection: Any) -> Any:
         """`ParamMappedGradiendModel.prune` on the model as a whole."""
         pruned, mask = self.gradiend.prune(inplace=inplace, return_mask=True, **selection)
-        model = self
-        if not inplace:
-            model = copy.copy(self)
-            model.gradiend = pruned
+        model = self if inplace else self.over(pruned)
         return (model, mask) if return_mask else model
 
     def get_weight_importance(self, part: str = "decoder-weight") -> Tensor:

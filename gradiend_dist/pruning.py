@@ -1,4 +1,4 @@
-"""Pruning before training: which weights react to the feature at all."""
+"""Pruning: which weights react to the feature at all, before training; which of them were learnt, after it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import logging
 import random
 
 import pandas as pd
+import torch
 from torch import Tensor
 
-from gradiend_dist.arguments import PrePruneConfig
+from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, check_topk
+from gradiend_dist.comm import Comm
 from gradiend_dist.compat import Behaviour
 from gradiend_dist.errors import UserError
 from gradiend_dist.gradients import BaseGradients, ItemRows
-from gradiend_dist.model import select_entries_to_keep
+from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel, count_to_keep, select_entries_to_keep
 from gradiend_dist.schedule import make_schedule
+from gradiend_dist.space import Part
 
 logger = logging.getLogger(__name__)
+
+LARGEST_KEY = 2**31 - 1
+DIGIT_BITS = 16
 
 
 def pre_prune(
@@ -34,11 +40,12 @@ def pre_prune(
         direction = rows["feature_class_id"].tolist()
         groups = [[p for p in positions if direction[p] == wanted] for wanted in (0, 1)]
     importance = sum_of_sizes(base, ItemRows(rows, base.objective), [group for group in groups if group], config.source)
-    keep = select_entries_to_keep(
-        base.space.size,
+    keep = select_over_ranks(
+        base.comm,
+        base.part,
+        importance,
         threshold=config.threshold,
         topk=config.topk,
-        importance=importance,
         in_float32=behaviour.topk_in_float32,
     )
     logger.info(
@@ -47,13 +54,106 @@ def pre_prune(
     return keep
 
 
+def post_prune(model: ModelWithGradiend, config: PostPruneConfig, comm: Comm) -> None:
+    """Shrink a trained model, or this rank's part of it, to its most important weights."""
+    before, gradiend = len(model), model.gradiend
+    keep = select_over_ranks(
+        comm,
+        gradiend.part,
+        gradiend.get_weight_importance(config.part),
+        mask=config.mask,
+        threshold=config.threshold,
+        topk=config.topk,
+    )
+    gradiend.keep_entries(keep)
+    logger.info("post-prune: kept %s of %s weights by %s", f"{len(model):,}", f"{before:,}", config.part)
+
+
+def select_over_ranks(
+    comm: Comm,
+    part: Part,
+    importance: Tensor,
+    *,
+    mask: Tensor | None = None,
+    threshold: float | None = None,
+    topk: int | float | None = None,
+    in_float32: bool = False,
+) -> Tensor:
+    """`select_entries_to_keep` where each rank knows the importance of its part; the result is the same on all ranks.
+
+    The k-th largest value is found digit by digit from counts of what every rank has: a few thousand numbers travel,
+    whatever n is, and the result is exact.
+    """
+    if part.is_whole:
+        return select_entries_to_keep(
+            part.total, mask=mask, threshold=threshold, topk=topk, importance=importance, in_float32=in_float32
+        )
+    check_topk("topk", topk)
+    candidates = torch.arange(part.size) if mask is None else part.take(mask.cpu()).nonzero().squeeze(1)
+    if threshold is not None:
+        candidates = candidates[importance[candidates] >= threshold]
+    remaining = _count(comm, candidates)
+    if topk is not None and not (isinstance(topk, float) and topk == 1.0):
+        k = count_to_keep(topk, remaining, in_float32=in_float32)
+        if k < remaining:
+            candidates = _largest_over_ranks(comm, part, importance, candidates, k)
+    keep = comm.concatenate(part.positions(candidates))
+    if not keep.numel():
+        largest = comm.largest(importance.max().item() if importance.numel() else 0.0)[0]
+        raise UserError(
+            f"Pruning with threshold={threshold} keeps nothing, the largest importance is {largest:.3g}: lower it, or "
+            "widen the mask."
+        )
+    return keep.sort().values
+
+
+def _largest_over_ranks(comm: Comm, part: Part, importance: Tensor, candidates: Tensor, k: int) -> Tensor:
+    """The candidates among the k most important of all ranks; ties at the k-th place go to the lowest positions."""
+    # The bits of non-negative floats, read as integers, are in the order of the floats.
+    keys = LARGEST_KEY - importance[candidates].float().contiguous().view(torch.int32).long()
+    last = kth_smallest(comm, keys, k)
+    above, tied = candidates[keys < last], candidates[keys == last]
+    room = k - _count(comm, above)
+    positions = part.positions(tied)
+    last_position = kth_smallest(comm, positions, room)
+    return torch.cat([above, tied[positions <= last_position]]).sort().values
+
+
+def top_over_ranks(comm: Comm, model: ParamMappedGradiendModel, part: str, topk: int) -> list[int]:
+    """Base-global positions of the most important entries, most important first, where each rank has its part."""
+    importance = model.get_weight_importance(part)
+    best = torch.sort(importance, descending=True, stable=True).indices[:topk]
+    mine = list(zip((-importance[best]).tolist(), model.part.positions(best).tolist(), strict=True))
+    found = [mine] if model.part.is_whole else comm.gather(mine)
+    positions = [position for _, position in sorted(pair for pairs in found for pair in pairs)[:topk]]
+    return model.space.base_global(torch.tensor(positions, dtype=torch.int64)).tolist()
+
+
+def kth_smallest(comm: Comm, keys: Tensor, k: int) -> int:
+    """The k-th smallest (from 1) of all ranks' non-negative 64-bit keys."""
+    found = 0
+    for shift in range(48, -1, -DIGIT_BITS):
+        digits = (keys >> shift) & (2**DIGIT_BITS - 1)
+        counts = comm.total_on_host(torch.bincount(digits, minlength=2**DIGIT_BITS))
+        below = counts.cumsum(0)
+        digit = int(torch.searchsorted(below, k))
+        k -= int(below[digit] - counts[digit])
+        found = (found << DIGIT_BITS) | digit
+        keys = keys[digits == digit]
+    return found
+
+
+def _count(comm: Comm, entries: Tensor) -> int:
+    return int(comm.total_on_host(torch.tensor([entries.numel()])))
+
+
 def sum_of_sizes(base: BaseGradients, rows: ItemRows, groups: list[list[int]], source: str) -> Tensor:
     """Mean over the groups of |mean gradient of the group's rows|, on the CPU; two vectors of size n at a time."""
     total: Tensor | None = None
     for group in groups:
         item = rows.item(group, per_row_mean=True)
         size = base.compute(item, [source])[source].abs_().div_(len(groups))
-        if not bool(size.isfinite().all()):
+        if not base.comm.all_agree(bool(size.isfinite().all())):
             raise UserError(
                 f"The gradient of the pre-prune examples is not finite ({item.name}): check the base model's weights "
                 "and these rows."

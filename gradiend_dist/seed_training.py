@@ -242,12 +242,6 @@ def check_mask(config: PostPruneConfig, space: ParameterSpace) -> None:
     )
 
 
-def post_prune(model: ModelWithGradiend, config: PostPruneConfig) -> None:
-    before = len(model)
-    model.prune_gradiend(topk=config.topk, threshold=config.threshold, mask=config.mask, part=config.part)
-    logger.info("post-prune: kept %s of %s weights by %s", f"{len(model):,}", f"{before:,}", config.part)
-
-
 def _verdict_words(result: SeedResult) -> tuple[str, str]:
     return ("converged" if result.verdict.converged else "did not converge"), result.verdict.reason
 

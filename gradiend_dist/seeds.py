@@ -6,12 +6,13 @@ import itertools
 import logging
 import shutil
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradiend_dist.arguments import TrainingArguments
-from gradiend_dist.checkpoint import MODEL_FILES, load_gradiend
+from gradiend_dist.checkpoint import MODEL_FILES
 from gradiend_dist.errors import UserError
 from gradiend_dist.files import explained, new_directory
 
@@ -199,15 +200,16 @@ def convergence_info(verdicts: list[Verdict], args: TrainingArguments, verdict: 
     }
 
 
-def topk_stability(results: list[SeedResult], args: TrainingArguments) -> dict[str, Any] | None:
+def topk_stability(
+    results: list[SeedResult], args: TrainingArguments, top_weights: Callable[[Path, str, int], list[int]]
+) -> dict[str, Any] | None:
     """How far the converged seeds agree on the most important weights; None where fewer than two were asked for."""
     converged = [result for result in results if result.verdict.converged]
     if args.seed_stability_topk is None or (args.min_convergent_seeds or 0) < 2 or len(converged) < 2:
         return None
     top = {}
     for result in converged:
-        weights = load_gradiend(result.output).get_topk_weights(args.seed_stability_part, args.seed_stability_topk)
-        top[result.seed] = frozenset(weights)
+        top[result.seed] = frozenset(top_weights(result.output, args.seed_stability_part, args.seed_stability_topk))
     paths = {result.seed: str(result.output) for result in converged}
     return _overlap(top, paths, args)
 

@@ -69,23 +69,22 @@ class Part:
     total: int
     """Length of the whole vector."""
     ranges: tuple[tuple[int, int], ...]
+    is_whole: bool = False
+    """Every rank has all of it. Not to be told from the ranges: one of several ranks may own all there is."""
 
     @staticmethod
     def whole(total: int) -> Part:
-        return Part(total, ((0, total),))
+        return Part(total, ((0, total),), is_whole=True)
 
     @staticmethod
     def even(total: int, rank: int, world_size: int) -> Part:
         """One range; those of two ranks differ by at most one in length, and may be empty."""
-        return Part(total, ((rank * total // world_size, (rank + 1) * total // world_size),))
+        start, stop = rank * total // world_size, (rank + 1) * total // world_size
+        return Part(total, ((start, stop),), is_whole=world_size == 1)
 
     @property
     def size(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.size == self.total
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
         """(where in the rank's own vector, where in the whole one) for each range."""
@@ -101,7 +100,7 @@ class Part:
         return torch.cat([vector[there] for _, there in self.pieces()])
 
     def positions(self, own: Tensor) -> Tensor:
-        """Positions in the whole vector of these (ascending) positions in the rank's own one."""
+        """Positions in the whole vector of these positions in the rank's own one."""
         if len(self.ranges) == 1:
             return own + self.ranges[0][0]
         starts = torch.tensor([start for start, _ in self.ranges])
@@ -114,7 +113,7 @@ class Part:
         """The same entries in the space that keeps the positions `keep` (ascending) alone."""
         edges = torch.tensor(self.ranges).reshape(-1)
         found = torch.searchsorted(keep, edges).reshape(-1, 2).tolist()
-        return Part(keep.numel(), tuple((start, stop) for start, stop in found))
+        return Part(keep.numel(), tuple((start, stop) for start, stop in found), self.is_whole)
 
 
 class ParameterSpace:

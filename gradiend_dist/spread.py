@@ -152,11 +152,14 @@ class Spread:
     def part(self, space: ParameterSpace) -> Part:
         return self.parts(space)[self.comm.rank]
 
-    def written_part(self, space: ParameterSpace) -> Part:
-        """What this rank owns of a model that is at rest: reads, prunes, encodes and writes."""
+    def resting_parts(self, space: ParameterSpace) -> list[Part]:
+        """What each rank owns of a model that is not being trained: pruned, encoded with, written."""
         if self.launch.engine == "zero":
-            return Part.even(space.size, self.comm.rank, self.comm.world_size)
-        return self.part(space)
+            return [Part.even(space.size, rank, self.comm.world_size) for rank in range(self.comm.world_size)]
+        return self.parts(space)
+
+    def resting_part(self, space: ParameterSpace) -> Part:
+        return self.resting_parts(space)[self.comm.rank]
 
     def own_shards(self) -> dict[str, tuple[int, int]] | None:
         return self.shards[self.comm.rank] if self.shards else None

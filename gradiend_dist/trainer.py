@@ -22,7 +22,8 @@ from gradiend_dist.evaluation.report import EncoderReport
 from gradiend_dist.files import read_json
 from gradiend_dist.model import ModelWithGradiend
 from gradiend_dist.schedule import cap_per_group, make_schedule
-from gradiend_dist.seed_training import Places, SeedTraining, post_prune
+from gradiend_dist.pruning import post_prune
+from gradiend_dist.seed_training import Places, SeedTraining
 from gradiend_dist.workbench import Workbench
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from torch import nn
 
 from gradiend_dist.arguments import PrePruneConfig, TrainingArguments
 from gradiend_dist.checkpoint import load_gradiend
+from gradiend_dist.comm import Comm
 from gradiend_dist.data import FeatureData
-from gradiend_dist.devices import Placement, placement_of
+from gradiend_dist.devices import Placement
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, ItemRows, store_directory
 from gradiend_dist.model import GradiendModel, ModelWithGradiend, ParamMappedGradiendModel, load_base_model
 from gradiend_dist.objectives import Objective, choose_objective
-from gradiend_dist.pruning import pre_prune
+from gradiend_dist.pruning import pre_prune, top_over_ranks
 from gradiend_dist.schedule import cap_per_group
-from gradiend_dist.space import ParameterSpace
+from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.spread import Spread
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class Workbench:
     data: FeatureData
     base_model: nn.Module
     tokenizer: Any
-    placement: Placement
+    spread: Spread
     objective: Objective
     space: ParameterSpace
     """The space before pre-pruning."""
@@ -52,8 +55,7 @@ class Workbench:
         cls, args: TrainingArguments, data: FeatureData, model: str | ModelWithGradiend, cache_dir: Path | None
     ) -> Workbench:
         """Load the base model (or take the given one) and put it where it belongs."""
-        placement = placement_of(args)
-        logger.info("one process: %s", placement)
+        spread = Spread.of(args)
         if isinstance(model, ModelWithGradiend):
             base_model, tokenizer, space = model.base_model, model.tokenizer, model.gradiend.space
         else:
@@ -61,7 +63,7 @@ class Workbench:
                 model, torch_dtype=args.torch_dtype, trust_remote_code=args.trust_remote_code
             )
             space = ParameterSpace.of_model(base_model, args.params)
-        base_model = base_model.to(placement.base_model).eval()
+        spread, base_model = spread.settle(base_model.eval(), space)
         objective = choose_objective(
             args.prediction_objective,
             base_model,
@@ -70,14 +72,23 @@ class Workbench:
             mask_placeholder=args.mask_placeholder,
             as_reference=args.behaviour.reference_labels,
         )
-        return cls(args, data, base_model, tokenizer, placement, objective, space, cache_dir)
+        return cls(args, data, base_model, tokenizer, spread, objective, space, cache_dir)
+
+    @property
+    def comm(self) -> Comm:
+        return self.spread.comm
+
+    @property
+    def placement(self) -> Placement:
+        return self.spread.placement
 
     def new_model(self, space: ParameterSpace, seed: int) -> ModelWithGradiend:
-        """A GRADIEND model with the start that `seed` draws."""
+        """A GRADIEND model, or what this rank trains of it, with the start that `seed` draws."""
         args = self.args
         gradiend = ParamMappedGradiendModel(
             space,
             args.latent_dim,
+            part=self.spread.part(space),
             activation_encoder=args.activation_encoder,
             activation_decoder=args.activation_decoder,
             bias_decoder=args.bias_decoder,
@@ -105,12 +116,23 @@ class Workbench:
         return model
 
     def load(self, path: Path) -> ModelWithGradiend:
-        """A saved GRADIEND model over the shared base model."""
+        """A saved GRADIEND model over the shared base model, or this rank's part of it."""
         return self.wrap(
-            load_gradiend(path, device_encoder=self.placement.encoder, device_decoder=self.placement.decoder)
+            load_gradiend(
+                path,
+                comm=self.comm,
+                part=self.spread.resting_part,
+                device_encoder=self.placement.encoder,
+                device_decoder=self.placement.decoder,
+            )
         )
 
-    def base_gradients(self, space: ParameterSpace) -> BaseGradients:
+    def top_weights(self, path: Path, part: str, topk: int) -> list[int]:
+        """Base-global positions of the most important weights of a saved model, each rank looking through its part."""
+        model = self.load(path).gradiend
+        return top_over_ranks(self.comm, model, part, topk)
+
+    def base_gradients(self, space: ParameterSpace, comm: Comm, parts: Sequence[Part]) -> BaseGradients:
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         return BaseGradients(
             self.base_model,
@@ -119,39 +141,62 @@ class Workbench:
             space,
             micro_batch_size=self.args.base_micro_batch_size,
             autocast=autocast,
+            comm=comm,
+            parts=parts,
+            shards=self.spread.own_shards(),
         )
 
     def gradients(self, space: ParameterSpace) -> GradientSource:
         """The gradients over the space that is trained in; what was kept for another space is dropped."""
         if self._gradients is None or self._gradients.base.space != space:
-            base = self.base_gradients(space)
-            directory = None
-            if self.cache_dir is not None:
-                directory = store_directory(self.cache_dir, self.base_model, self.tokenizer, space, base)
-            self._gradients = GradientSource(base, GradientStore(self.store_bytes(), directory))
+            base = self.base_gradients(space, self.comm, self.spread.parts(space))
+            self._gradients = GradientSource(base, GradientStore(self.store_bytes(), self._directory(space, base)))
             self._evaluations = {}
         return self._gradients
 
-    def _gradients_for_once(self, space: ParameterSpace) -> GradientSource:
-        """Gradients over any space, kept only if it is the one that is trained in."""
-        if self._gradients is not None and self._gradients.base.space == space:
-            return self._gradients
-        return GradientSource(self.base_gradients(space), GradientStore(budget_bytes=0))
+    def _directory(self, space: ParameterSpace, base: BaseGradients) -> Path | None:
+        if self.cache_dir is None:
+            return None
+        root = self.cache_dir
+        if not base.part.is_whole:
+            root = root / f"rank_{self.comm.rank}_of_{self.comm.world_size}"
+        return store_directory(root, self.base_model, self.tokenizer, space, base)
+
+    def _gradients_of_evaluations(self, space: ParameterSpace, *, repeated: bool) -> GradientSource:
+        """Those that training uses, or, for another space or for a model at rest, others that are not kept.
+
+        While DeepSpeed trains, every rank has the whole encoder: it encodes its share of the rows by itself.
+        """
+        in_training = repeated or (self._gradients is not None and self._gradients.base.space == space)
+        if self.spread.launch.engine != "zero" and in_training:
+            return self.gradients(space)
+        if repeated:
+            alone = self.base_gradients(space, Comm(), [Part.whole(space.size)])
+            return GradientSource(alone, GradientStore(self.store_bytes() // 2))
+        base = self.base_gradients(space, self.comm, self.spread.resting_parts(space))
+        return GradientSource(base, GradientStore(budget_bytes=0))
 
     def store_bytes(self) -> int:
-        """Memory for gradients that are used again."""
+        """Memory for gradients that are used again: on each rank as much, so that all ranks keep the same."""
         if self.args.gradient_store_gib is not None:
             return int(self.args.gradient_store_gib * GIB)
-        return free_bytes(self.placement.base_model) // 4
+        return int(self._free_everywhere(self.placement.base_model) // 4)
+
+    def _free_everywhere(self, device: torch.device) -> float:
+        """Free memory of this rank, where it is least; ranks of one host share that."""
+        free = free_bytes(device)
+        return self.comm.smallest(free if device.type == "cuda" else free / self.comm.local_world_size)[0]
 
     def evaluation(
         self, space: ParameterSpace, split: str, max_size: int | None, *, repeated: bool
     ) -> EncoderEvaluation:
         """The evaluation of a split over a space; a `repeated` one is made once and keeps its gradients."""
-        gradients = self.gradients(space) if repeated else self._gradients_for_once(space)
         key = (split, max_size)
-        if repeated and key in self._evaluations:
-            return self._evaluations[key]
+        if repeated:
+            self.gradients(space)  # those of another space are dropped, and their evaluations with them
+            if key in self._evaluations:
+                return self._evaluations[key]
+        gradients = self._gradients_of_evaluations(space, repeated=repeated)
         evaluation = EncoderEvaluation(
             self.data,
             self.objective,
@@ -171,7 +216,7 @@ class Workbench:
         return evaluation
 
     def encoder(self, model: GradiendModel) -> Encoder:
-        return Encoder(model.forward_encoder, model, self.args.eval_batch_size)
+        return Encoder(model, self.comm, self.args.eval_batch_size)
 
     def training_rows(self) -> pd.DataFrame:
         rows = self.data.rows("train")
@@ -185,15 +230,16 @@ class Workbench:
 
     def pre_pruned(self, config: PrePruneConfig, seed: int) -> ParameterSpace:
         """The space that pre-pruning leaves; `seed` draws its examples."""
-        base = self.base_gradients(self.space)
+        base = self.base_gradients(self.space, self.comm, self.spread.parts(self.space))
         keep = pre_prune(base, self.training_rows(), config, seed=seed, behaviour=self.args.behaviour)
         return self.space.select(keep)
 
     def seeds_fit_together(self, space: ParameterSpace, num_seeds: int) -> bool:
         """May all seeds' weights and moments be in memory at once? Half of what is free is left alone."""
-        needed = num_seeds * space.size * BYTES_PER_ENTRY_AND_SEED
-        devices = {self.placement.encoder, self.placement.decoder}
-        return all(needed / len(devices) < free_bytes(device) / 2 for device in devices)
+        largest = max(part.size for part in self.spread.parts(space))
+        needed = num_seeds * largest * BYTES_PER_ENTRY_AND_SEED
+        devices = dict.fromkeys((self.placement.encoder, self.placement.decoder))
+        return all(needed / len(devices) < self._free_everywhere(device) / 2 for device in devices)
 
 
 def free_bytes(device: torch.device) -> int:

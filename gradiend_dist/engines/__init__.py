@@ -50,6 +50,16 @@ class GradiendBatch:
     label: Tensor
 
 
+@dataclass(frozen=True)
+class EngineState:
+    """Weights, moments and step counts by name."""
+
+    cut: dict[str, Tensor]
+    """Their first dimension is this rank's part of n."""
+    same: dict[str, Tensor]
+    """Few numbers, the same on every rank."""
+
+
 class Engine(ABC):
     """One GRADIEND model in training, wherever its weights are. Every method is called by all ranks together."""
 
@@ -69,24 +79,22 @@ class Engine(ABC):
     def encode(self, source: Tensor) -> Tensor:
         """Encodings [k, m] of gradients [k, n], on every rank."""
 
-    @property
-    @abstractmethod
-    def whole(self) -> GradiendModel | None:
-        """The model, if this process holds all of it."""
-
     @abstractmethod
     def flip(self, *, with_decoder_bias: bool) -> None:
         """Turn the latent axis around. With the decoder bias: as the reference does, moments left as they are."""
 
     @abstractmethod
+    def encoding_model(self) -> GradiendModel:
+        """The weights that `evaluation` encodes with: the rank's part, or the whole of it on every rank."""
+
+    @abstractmethod
     def weights(self) -> ParamMappedGradiendModel:
         """This rank's part of the weights as they are now, for reading: all ranks' parts together are the model."""
 
-    def state(self) -> dict[str, Tensor] | None:
-        """Weights, moments and step counts by name, the tensors themselves: loading writes into them.
+    def state(self) -> EngineState | None:
+        """All that the next step depends on, as the tensors themselves: loading writes into them.
 
-        Their first dimension is this rank's part of n, or they are the same on every rank. None: the engine has a
-        format of its own, `save_own` and `load_own`.
+        None: the engine has a format of its own, `save_own` and `load_own`.
         """
         return None
 

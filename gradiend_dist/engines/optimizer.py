@@ -33,8 +33,8 @@ class Optimizer(ABC):
         """Follow a change of sign of these weights."""
 
     @abstractmethod
-    def state(self, name: str) -> dict[str, Tensor]:
-        """All that a step depends on, as the tensors themselves, under names that begin with `name`."""
+    def state(self) -> dict[str, Tensor]:
+        """All that a step depends on, as the tensors themselves, by the number of the weight and what it is."""
 
 
 class FusedAdam(Optimizer):
@@ -80,11 +80,11 @@ class FusedAdam(Optimizer):
         for index in indices:
             self.moments[index].neg_()
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        found = {f"{name}.num_steps": self.num_steps}
+    def state(self) -> dict[str, Tensor]:
+        found = {"num_steps": self.num_steps}
         for index, tensors in enumerate(zip(self.weights, self.moments, self.second_moments, strict=True)):
             for kind, tensor in zip(("weight", "moment", "second_moment"), tensors, strict=True):
-                found[f"{name}.{index}.{kind}"] = tensor
+                found[f"{index}.{kind}"] = tensor
         return found
 
 
@@ -128,7 +128,7 @@ class EightBitAdam(Optimizer):
             negated = torch.stack([(values + value).abs().argmin() for value in values]).to(torch.uint8)
             state["state1"].copy_(negated[state["state1"].long()])
 
-    def state(self, name: str) -> dict[str, Tensor]:  # noqa: ARG002
+    def state(self) -> dict[str, Tensor]:
         raise UserError(
             "optim=adamw_8bit keeps moments in blocks that cannot be saved by slices: pass save_strategy=no, or "
             "optim=adamw."

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradiend_dist.engines import Engine, GradiendBatch, StepOptions
+from gradiend_dist.engines import Engine, EngineState, GradiendBatch, StepOptions
 from gradiend_dist.engines.optimizer import make_optimizer
 from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
 
@@ -54,15 +54,20 @@ class PlacedEngine(Engine):
     def encode(self, source: Tensor) -> Tensor:
         return encode_parts(self.model, source, self.total)
 
-    @property
-    def whole(self) -> GradiendModel | None:
+    def encoding_model(self) -> GradiendModel:
         return self.model
 
     def weights(self) -> ParamMappedGradiendModel:
         return self.model
 
-    def state(self) -> dict[str, Tensor]:
-        return {**self.encoder_optimizer.state("encoder"), **self.decoder_optimizer.state("decoder")}
+    def state(self) -> EngineState | None:
+        cut, same = {}, {}
+        biases = {f"encoder.{self.model.latent_dim}"}
+        for side, optimizer in (("encoder", self.encoder_optimizer), ("decoder", self.decoder_optimizer)):
+            for name, tensor in optimizer.state().items():
+                of_bias = f"{side}.{name.split('.')[0]}" in biases
+                (same if of_bias or tensor.ndim == 0 else cut)[f"{side}.{name}"] = tensor
+        return EngineState(cut, same)
 
     def flip(self, *, with_decoder_bias: bool) -> None:
         self.model.invert_encoding()

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradiend_dist.comm import Comm
 from gradiend_dist.engines import StepOptions
 from gradiend_dist.engines.placed import PlacedEngine
-from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
+from gradiend_dist.model import ParamMappedGradiendModel
 
 
 class SlicedEngine(PlacedEngine):
@@ -22,7 +22,3 @@ class SlicedEngine(PlacedEngine):
 
     def total(self, partial: Tensor) -> Tensor:
         return self.comm.total(partial)
-
-    @property
-    def whole(self) -> GradiendModel | None:
-        return self.model if self.part.is_whole else None

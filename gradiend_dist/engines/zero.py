@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import inspect
 import json
 import weakref
 from collections.abc import Iterator
@@ -76,10 +78,10 @@ class ZeroEngine(Engine):
         self.part = model.part
         config = resolve_config(accelerator, options, comm.world_size)
         self.stage: int = config["zero_optimization"]["stage"]
+        gc.collect()  # what finished engines held is in cycles, and this one needs the memory
         self.engine = prepare(Objective(model, options.supervised), make_optimizer(model, options), config, accelerator)
         check_engine(self.engine, config, comm.world_size)
-        # DeepSpeed's hooks live in autograd's nodes, where the garbage collector does not see that they are a cycle.
-        weakref.finalize(self, self.engine.destroy).atexit = False
+        weakref.finalize(self, release, self.engine).atexit = False
 
     def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
         for group in self.engine.optimizer.param_groups:
@@ -113,14 +115,14 @@ class ZeroEngine(Engine):
         mean_loss, encoder_square, decoder_square = self.comm.total(sums)
         return torch.stack([mean_loss.float(), norm, encoder_square.sqrt().float(), decoder_square.sqrt().float()])
 
-    def _own_square(self, weight: nn.Parameter) -> Tensor:
+    def _own_square(self, weight: Tensor) -> Tensor:
         _, own = self.owned(weight)
         found = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         for chunk in own.split(chunk_size(own.device)):
             found += square(chunk).to(found.device)
         return found
 
-    def owned(self, weight: nn.Parameter) -> tuple[int, Tensor]:
+    def owned(self, weight: Tensor) -> tuple[int, Tensor]:
         """The range of a flattened weight that this rank answers for: its start, and the numbers themselves."""
         if self.stage < 3:
             flat = weight.data.view(-1)
@@ -147,9 +149,24 @@ class ZeroEngine(Engine):
         encoded: Tensor = self.model.encoder[1](sums[:-1] + sums[-1])
         return encoded
 
-    @property
-    def whole(self) -> GradiendModel | None:
-        return self.model if self.stage < 3 else None
+    @torch.no_grad()
+    def encoding_model(self) -> GradiendModel:
+        """The whole encoder, because every rank has whole gradients; at stage 3 gathered, and without a decoder."""
+        if self.stage < 3:
+            return self.model
+        found = GradiendModel(
+            self.model.input_dim,
+            self.model.latent_dim,
+            activation_encoder=self.model.activation_encoder,
+            device=self.engine.device,
+            device_decoder="meta",
+            initialize=False,
+        )
+        with self._gathered(self.model.encoder_linear.weight) as weight:
+            found.encoder_weight.copy_(weight)
+        with self._gathered(self.model.encoder_linear.bias) as bias:
+            found.encoder_bias.copy_(bias)
+        return found
 
     @torch.no_grad()
     def flip(self, *, with_decoder_bias: bool) -> None:
@@ -201,7 +218,7 @@ class ZeroEngine(Engine):
         return found
 
     @contextlib.contextmanager
-    def _gathered(self, weight: nn.Parameter) -> Iterator[Tensor]:
+    def _gathered(self, weight: Tensor) -> Iterator[Tensor]:
         """The whole weight, for the time of the block: all of it on every rank, one weight at a time."""
         if self.stage < 3:
             yield weight.data
@@ -250,9 +267,7 @@ class Objective(nn.Module):
         self.supervised = supervised
 
     def forward(self, inputs: list[Tensor], targets: list[Tensor]) -> Tensor:
-        losses = [
-            nn.functional.mse_loss(self._predict(x), target) for x, target in zip(inputs, targets, strict=True)
-        ]
+        losses = [nn.functional.mse_loss(self._predict(x), target) for x, target in zip(inputs, targets, strict=True)]
         return torch.stack(losses).mean()
 
     def _predict(self, x: Tensor) -> Tensor:
@@ -274,7 +289,7 @@ def cut_in_rows(start: int, stop: int, width: int, longest: int) -> Iterator[sli
         start = end
 
 
-def negate(weight: nn.Parameter) -> None:
+def negate(weight: Tensor) -> None:
     """Change the sign wherever this rank has it: whole, or as a ZeRO-3 partition, or, while it is gathered, both."""
     if weight.data.numel():
         weight.data.neg_()
@@ -298,9 +313,7 @@ def make_optimizer(model: GradiendModel, options: StepOptions) -> torch.optim.Op
         groups.append({"params": [decoder.bias]})
     kind = torch.optim.AdamW if options.optim == "adamw" else torch.optim.Adam
     # The learning rate comes with each step.
-    return kind(
-        groups, lr=1.0, betas=options.betas, eps=options.epsilon, weight_decay=options.weight_decay, fused=True
-    )
+    return kind(groups, lr=1.0, betas=options.betas, eps=options.epsilon, weight_decay=options.weight_decay, fused=True)
 
 
 def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], accelerator: Any) -> Any:
@@ -323,6 +336,23 @@ def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[st
     accelerator._optimizers.remove(prepared)
     accelerator.deepspeed_engine_wrapped = None
     return engine
+
+
+def release(engine: Any) -> None:
+    """Let go of a finished engine, so that the garbage collector can have its weights and moments.
+
+    Its hooks live in autograd's nodes, where the collector does not see that they are a cycle: `destroy` removes them.
+    Stage 3 keeps engines in two more places for as long as the process lives: the stack of modules in their forward
+    pass, whose lowest entries are all roots ever made, and a cache over the arguments of a method, with its `self`.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    engine.destroy()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not engine.module]
+    cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
 def check_engine(engine: Any, config: dict[str, Any], world_size: int) -> None:
@@ -394,7 +424,7 @@ def check_sections(config: dict[str, Any]) -> None:
     for name in ("fp16", "bf16"):
         if config.get(name, {}).get("enabled", False):
             raise UserError(
-                f"The launch turns on {name}, and GRADIEND is trained in float32: set mixed_precision to \"no\" and "
+                f'The launch turns on {name}, and GRADIEND is trained in float32: set mixed_precision to "no" and '
                 f"remove {name} from the DeepSpeed configuration; torch_dtype is that of the base model."
             )
     if config.get("communication_data_type") not in (None, "fp32"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from gradiend_dist.comm import Comm
 from gradiend_dist.data import FeatureData
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.metrics import encoder_metrics, encoding_rows
@@ -22,17 +23,29 @@ from gradiend_dist.objectives import Objective
 from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.tangents import encode_rows
 
+WEIGHED_TOGETHER = 2**20
+
 
 @dataclass(frozen=True)
 class Encoder:
-    """What turns gradients into encodings, wherever its weights are."""
+    """What turns gradients into encodings: a whole model, or this rank's part of one."""
 
-    encode: Callable[[Tensor], Tensor]
-    """Gradients [k, n] -> encodings [k, m]."""
-    whole: GradiendModel | None
-    """The model, if its encoder is in one piece in this process."""
+    model: GradiendModel
+    comm: Comm
     batch_size: int
     """Rows read together in forward mode."""
+
+    def products(self, vector: Tensor) -> Tensor:
+        """This part's share of We.x [m], in float64."""
+        weight = self.model.encoder_weight
+        return weigh(weight, vector.to(weight.device))
+
+    def finish(self, products: Tensor) -> Tensor:
+        """Encodings [items, m] from every rank's products: one sum over the ranks for all items."""
+        bias = self.model.encoder_bias
+        summed = products if self.model.part.is_whole else self.comm.total(products)
+        encoded: Tensor = self.model.encoder[1](summed.to(bias) + bias)
+        return encoded
 
 
 class EncoderEvaluation:
@@ -103,29 +116,79 @@ class EncoderEvaluation:
         )
 
 
+@torch.no_grad()
 def encode_items(
     gradients: GradientSource, items: Sequence[Item], kind: str, encoder: Encoder, *, keep: bool
 ) -> npt.NDArray[np.float64]:
     """Encodings [items, m] of one-row items; they stay on the device until the last one, one wait for all.
 
-    From the gradients, where these are kept or will be (`keep`: they are wanted again); else, if the encoder is in one
-    piece, by forward mode, which needs no gradient.
+    A whole model on several ranks: each rank encodes some of the items. A part on each rank: all ranks compute some of
+    the gradients, and everyone weighs its part of all of them.
     """
-    if encoder.whole is not None and not gradients.holds(items, kind, will_keep=keep):
-        encoded = encode_rows(gradients.base, items, kind, encoder.whole, encoder.batch_size)
-    else:
-        vectors = (gradients.get(item, [kind], keep=keep)[kind] for item in items)
-        encoded = torch.stack([encoder.encode(vector.unsqueeze(0)).squeeze(0) for vector in vectors])
-    values = encoded.double().cpu().numpy()
-    finite = np.isfinite(values).all(axis=1)
+    comm, is_whole = encoder.comm, encoder.model.part.is_whole
+    mine = items[comm.rank :: comm.world_size] if is_whole else items
+    values = (_encode_whole if is_whole else _encode_parts)(gradients, mine, kind, encoder, keep=keep)
+    found = values.double().cpu().numpy().reshape(len(mine), -1)
+    if is_whole and not comm.is_alone:
+        found = _interleave(comm.gather(found), len(items))
+    finite = np.isfinite(found).all(axis=1)
     _require_finite_gradients(gradients, [item for item, fine in zip(items, finite, strict=True) if not fine], kind)
-    return values
+    return found
+
+
+def _encode_whole(
+    gradients: GradientSource, items: Sequence[Item], kind: str, encoder: Encoder, *, keep: bool
+) -> Tensor:
+    """From the gradients, where these are kept or will be (`keep`: they are wanted again); else by forward mode."""
+    if not items:
+        return torch.empty(0, encoder.model.latent_dim)
+    if not gradients.holds(items, kind, will_keep=keep):
+        return encode_rows(gradients.base, items, kind, encoder.model, encoder.batch_size)
+    vectors = (gradients.get(item, [kind], keep=keep)[kind] for item in items)
+    return encoder.finish(torch.stack([encoder.products(vector) for vector in vectors]))
+
+
+def _encode_parts(
+    gradients: GradientSource, items: Sequence[Item], kind: str, encoder: Encoder, *, keep: bool
+) -> Tensor:
+    """From the gradients where these are kept or will be; else each piece is weighed as it arrives, and dropped."""
+    weight = encoder.model.encoder_weight
+    products = torch.zeros(len(items), len(weight), dtype=torch.float64, device=weight.device)
+    if gradients.holds(items, kind, will_keep=keep):
+        gradients.fill(items, kind)
+        for number, item in enumerate(items):
+            products[number] = encoder.products(gradients.get(item, [kind], keep=keep)[kind])
+        return encoder.finish(products)
+
+    def weigh_piece(number: int, where: slice, entries: Tensor) -> None:
+        products[number] += weigh(weight[:, where], entries.to(weight.device))
+
+    gradients.stream(items, kind, weigh_piece)
+    return encoder.finish(products)
+
+
+def weigh(weight: Tensor, vector: Tensor) -> Tensor:
+    """We.x [m] in float64; chunks are summed in float32."""
+    found = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
+    for start in range(0, len(vector), WEIGHED_TOGETHER):
+        chunk = slice(start, start + WEIGHED_TOGETHER)
+        found += weight[:, chunk] @ vector[chunk].to(weight.dtype)
+    return found
+
+
+def _interleave(parts: list[npt.NDArray[np.float64]], count: int) -> npt.NDArray[np.float64]:
+    """Undo items[rank :: world_size]."""
+    found = np.empty((count, max(part.shape[1] for part in parts)))
+    for rank, part in enumerate(parts):
+        found[rank :: len(parts)] = part
+    return found
 
 
 def _require_finite_gradients(gradients: GradientSource, suspects: Sequence[Item], kind: str) -> None:
     """An encoding that is not finite is the base model's doing if the gradient is not; if it is, the encoder's."""
     for item in suspects:
-        if not bool(gradients.get(item, [kind], keep=False)[kind].isfinite().all()):
+        fine = bool(gradients.get(item, [kind], keep=False)[kind].isfinite().all())
+        if not gradients.base.comm.all_agree(fine):
             raise UserError(
                 f"The base model's gradient of {item.name} is not finite: check the model's weights and this row, or "
                 "leave out fp16 if it is set."

@@ -77,7 +77,9 @@ STAGE_3_CASES = {
 
 
 def step_options(**changes: Any) -> StepOptions:
-    plain = StepOptions("adamw", weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-8, max_grad_norm=0.0, supervised=None)
+    plain = StepOptions(
+        "adamw", weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-8, max_grad_norm=0.0, supervised=None
+    )
     return replace(plain, **changes)
 
 
@@ -153,8 +155,11 @@ class Lab:
         source = make_batches(Case((5,), n=case.n), 77)[0].source
         assert source is not None
         found["encodings"] = difference(zero.encode(source), placed.encode(source))
-        found["whole"] = zero.whole is None if self.stage == 3 else same(
-            zero.whole.state_dict(), full_weights(zero, self.comm)
+        model, weights = zero.encoding_model(), full_weights(zero, self.comm)
+        found["encoding_model"] = (
+            model.part.is_whole
+            and torch.equal(model.encoder_weight, weights["encoder.0.linear.weight"])
+            and torch.equal(model.encoder_bias, weights["encoder.0.linear.bias"])
         )
         return found
 

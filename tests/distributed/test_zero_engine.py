@@ -1,0 +1,198 @@
+"""DeepSpeed ZeRO 1, 2, 3 and 3 with offload, on two gloo ranks with the real Accelerate files, against one process.
+
+One launch for each file runs all cases of zero_script.py; the tests read what it found. The tolerance is that of
+float32 summation order: a millionth of the largest number of each kind, after 8 steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradiend_dist.engines import StepOptions
+from gradiend_dist.engines.zero import cut_in_rows, make_optimizer, resolve_config
+from gradiend_dist.errors import UserError
+from gradiend_dist.model import GradiendModel
+
+pytest.importorskip("deepspeed")
+sys.path.insert(0, str(Path(__file__).parent))
+from zero_script import CASES, STAGE_3_CASES  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ["zero1", "zero2", "zero3", "zero3_offload"]
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+RESUMED = ["flip", "latent_dim_2", "supervised_encoder", "flip_with_bias"]
+TOLERANCE = 1e-6
+TIMEOUT = 180
+
+
+@cache
+def launched(config: str) -> dict[str, Any]:
+    """What the script found under this Accelerate file; the least that makes a GPU file run on CPUs is overridden."""
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch) / "results.json"
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml"), "--num_processes", "2"]
+        command += ["--main_process_port", str(free_port()), str(ROOT / "tests/distributed/zero_script.py")]
+        output = run([*command, str(results)])
+        assert results.is_file(), f"the launch with {config}.yaml failed:\n{output[-5000:]}"
+        return json.loads(results.read_text())
+
+
+def run(command: list[str]) -> str:
+    """Output of a command that is ended with all its children if it does not end by itself."""
+    environment = {**os.environ, "ACCELERATE_TORCH_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        return process.communicate(timeout=TIMEOUT)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return f"did not end within {TIMEOUT} s\n{process.communicate()[0]}"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# --- trained by DeepSpeed as by one process
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_launch__has_two_ranks_and_the_stage_of_the_file(config):
+    """Fails if the launch silently is two worlds of one, or no DeepSpeed at all."""
+    facts = launched(config)["facts"]
+    print(f"{config}: {facts['seconds']} s")
+    assert (facts["stage"], facts["world_size"]) == (STAGES[config], 2)
+
+
+@pytest.mark.parametrize("case", [*CASES, *STAGE_3_CASES])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_step__equals_a_single_process(config, case):
+    """Fails by averaging twice, by a clipping of DeepSpeed's own, by a lost flip or by a step taken on NaN."""
+    if case in STAGE_3_CASES and STAGES[config] != 3:
+        pytest.skip("stage 3 only")
+    found = launched(config)[case]
+    kinds = ("report", "weights", "encodings")
+    print(f"{config} {case}: largest difference " + ", ".join(f"{kind} {found[kind]:.1e}" for kind in kinds))
+    assert found["moved"] > 0.1, "the case must train something"
+    assert all(found[kind] <= TOLERANCE for kind in kinds)
+    assert found["same_on_all_ranks"] and found["encoding_model"]
+    assert found["bad_step_shows"] and found["unchanged_by_bad_step"]
+
+
+@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_load_own__goes_on_bit_for_bit(config, case):
+    """Fails by moments, step counts, a flipped frozen half or masters that the checkpoint lacks."""
+    found = launched(config)[f"resume_{case}"]
+    assert found["same_reports"] and found["same_weights"]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_load_own__refuses_another_world_size_or_stage(config):
+    found = launched(config)["resume_flip"]
+    assert "world_size=3 and this run has 2" in found["world_size"]
+    assert f"zero_stage=0 and this run has {STAGES[config]}" in found["zero_stage"]
+    assert "no training state" in found["empty"]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_engines__train_side_by_side_with_settings_of_their_own(config):
+    """Fails if the second engine of an Accelerator takes the clipping, or the weights, of the first."""
+    assert launched(config)["together"]["weights"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_engine__leaves_no_memory_behind(config):
+    found = launched(config)["memory"]
+    assert found["left"] == [0, 0, 0], "engine, optimizer or model outlive their use"
+    assert found["large_tensors"] == 0
+
+
+# --- what a configuration may say
+
+
+def options(**changes: Any) -> StepOptions:
+    defaults = {"optim": "adamw", "weight_decay": 0.0, "betas": (0.9, 0.999), "epsilon": 1e-8}
+    return StepOptions(**{**defaults, "max_grad_norm": 0.0, "supervised": None, **changes})
+
+
+def resolve(config: dict[str, Any], max_grad_norm: float = 0.0) -> dict[str, Any]:
+    accelerator: Any = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+    return resolve_config(accelerator, options(max_grad_norm=max_grad_norm), world_size=2)
+
+
+def test_resolve_config__writes_clipping_out_and_drops_auto():
+    """Left out, DeepSpeed clips at 1.0; left "auto", Accelerate asks a `model.config` that there is not."""
+    given = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 7},
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+    }
+    found = resolve(given)
+    assert found["gradient_clipping"] == 0.0
+    assert found["zero_optimization"] == {"stage": 3, "sub_group_size": 7}
+    assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (2, 1)
+    assert given["gradient_clipping"] == "auto", "the next engine has settings of its own"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "multi_gpu.yaml"),
+        ({"fp16": {"enabled": True}}, "float32"),
+        ({"bf16": {"enabled": True}}, "float32"),
+        ({"optimizer": {"type": "AdamW"}}, "section optimizer"),
+        ({"scheduler": {"type": "WarmupLR"}}, "section scheduler"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
+        ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu=8"),
+        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
+        ({"communication_data_type": "bf16"}, "rounds gradients"),
+        ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer to nvme"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "stage 3"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm"),
+    ],
+    ids=str,
+)
+def test_resolve_config__refuses_what_would_change_the_result(changes, message):
+    with pytest.raises(UserError, match=message):
+        resolve({"zero_optimization": {"stage": 1}, **changes})
+
+
+def test_resolve_config__needs_a_deepspeed_launch():
+    accelerator: Any = SimpleNamespace(deepspeed_plugin=None, distributed_type=SimpleNamespace(value="MULTI_GPU"))
+    with pytest.raises(UserError, match="zero1.yaml"):
+        resolve_config(accelerator, options(), world_size=2)
+
+
+def test_make_optimizer__refuses_8_bits():
+    with pytest.raises(UserError, match="adamw_8bit"):
+        make_optimizer(GradiendModel(5), options(optim="adamw_8bit"))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 21), (3, 17), (7, 14), (5, 5), (6, 8)])
+def test_cut_in_rows__covers_the_range_and_crosses_no_row(start, stop):
+    pieces = list(cut_in_rows(start, stop, width=7, longest=4))
+    assert torch.cat([torch.arange(21)[piece] for piece in [slice(0, 0), *pieces]]).tolist() == list(range(start, stop))
+    assert all(piece.start // 7 == (piece.stop - 1) // 7 and piece.stop - piece.start <= 4 for piece in pieces)
