@@ -175,7 +175,13 @@ class OutputArguments:
     save_strategy: str = help_field(
         "best", "best: the best checkpoint; steps: also every save_steps; no: only the end."
     )
-    save_steps: int = help_field(5000, "Save model_step_N every this many steps with save_strategy=steps.")
+    save_steps: int = help_field(
+        5000, "Save the training state every this many steps, and with save_strategy=steps model_step_N as well."
+    )
+    save_total_limit: int = help_field(2, "Training states to keep; older ones are deleted.")
+    resume: bool = help_field(
+        True, "Go on with an unfinished run in experiment_dir that had the same arguments. False: start anew."
+    )
     save_only_best: bool = help_field(True, "Promote the best checkpoint. False: promote the last, keep all epochs.")
     delete_models: bool = help_field(False, "Delete every model file but the promoted one at the end.")
     logging_steps: int = help_field(50, "Log loss, norms, learning rate and speed every this many steps.")
@@ -274,6 +280,7 @@ class ModelArguments:
     device_decoder: str | None = help_field(None, "Device of the decoder.")
     device_base_model: str | None = help_field(None, "Device of the base model.")
     encoder_decoder_same_device: bool = help_field(False, "On 2+ GPUs: encoder and decoder on 0, base on 1.")
+    ddp_timeout: int = help_field(1800, "Seconds after which a rank that does not answer ends the run.")
     use_cached_gradients: bool = help_field(False, "Keep gradients on disk and use them in later runs.")
     gradient_store_gib: float | None = help_field(
         None, "Memory for gradients that are used again, in GiB. None: a quarter of what is free."
@@ -364,6 +371,8 @@ class TrainingArguments(
             f"use_cache={self.use_cache!r} is not known: choose true, false, always or only_convergent.",
         )
         require_positive("save_steps", self.save_steps)
+        require_positive("save_total_limit", self.save_total_limit)
+        require_positive("ddp_timeout", self.ddp_timeout)
         require_positive("logging_steps", self.logging_steps)
 
     def _check_loop(self) -> None:

@@ -19,7 +19,7 @@ WITHOUT_EFFECT = (
     "device_decoder", "device_base_model", "encoder_decoder_same_device", "use_cached_gradients", "gradient_store_gib",
     "seeds_in_parallel", "base_micro_batch_size", "metadata", "saved_seed_runs", "keep_seed_runs", "delete_models",
     "fail_on_non_convergence", "seed_runs_dir", "seed_stability_topk", "seed_stability_part",
-    "analyze_seed_stability", "trust_remote_code",
+    "analyze_seed_stability", "trust_remote_code", "save_total_limit", "resume", "ddp_timeout",
 )  # fmt: skip
 # Seeds themselves do not depend on how many of them there are, nor on when a further one is not needed.
 WITHOUT_EFFECT_ON_A_SEED = (

@@ -3,7 +3,7 @@
 Three kinds of traffic, each on the way that suits it:
 
     numbers of a step    `total`, `reduce_scatter`, `exchange`: on the devices' own backend (NCCL, or gloo on CPUs)
-    decisions            `decide`, `largest`, `smallest`, `gather`: a gloo group of the hosts, never on a device's stream
+    decisions            `decide`, `largest`, `smallest`, `gather`: a gloo group of the hosts, not a device's stream
     waiting for rank 0   `first`, `meet`: on the store that the launcher keeps, with a timeout of its own and a message
                          that names what is being waited for; no rank sits in a collective while rank 0 copies files
 
@@ -187,6 +187,20 @@ class Comm:
         with self.telling(f"rank {source}'s part of a file"):
             dist.recv(into, src=source, group=self.control)
         return into
+
+    def together(self, check: Callable[[], T]) -> T:
+        """Every rank checks; if any finds something wrong, one tells it and all end."""
+        try:
+            found, message = check(), None
+        except UserError as error:
+            found, message = None, str(error)
+        messages = self.gather(message)
+        wrong = [rank for rank, told in enumerate(messages) if told is not None]
+        if not wrong:
+            return found  # type: ignore[return-value]
+        if self.rank != wrong[0]:
+            raise PeerError
+        raise UserError(messages[self.rank] if self.is_first else f"rank {self.rank}: {messages[self.rank]}")
 
     # --- waiting for rank 0
 

@@ -29,6 +29,7 @@ from gradiend_dist.evaluation.metrics import flip
 from gradiend_dist.gradients import GradientSource, Item, ItemRows
 from gradiend_dist.model import ODD_ACTIVATIONS, ModelWithGradiend
 from gradiend_dist.schedule import Schedule
+from gradiend_dist.state import StateKeeper, plain_fields
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,32 @@ class SeedRun:
     def epoch_path(self, epoch: int) -> Path:
         return self.output.with_name(f"{self.output.name}_epoch_{epoch + 1}")
 
+    def progress(self) -> dict[str, Any]:
+        return {
+            "stats": self.stats,
+            "losses": self.losses,
+            "grad_norms": self.grad_norms,
+            "learning_rates": self.learning_rates,
+            "best": plain_fields(self.best),
+            "stopped": self.stopped,
+            "state": plain_fields(self.state),
+            "control": plain_fields(self.control),
+            "callbacks": [plain_fields(callback) for callback in self.callbacks],
+        }
+
+    def restore(self, found: dict[str, Any]) -> None:
+        self.stats, self.losses, self.stopped = found["stats"], found["losses"], found["stopped"]
+        self.grad_norms, self.learning_rates = found["grad_norms"], found["learning_rates"]
+        for target, fields in (
+            (self.best, found["best"]),
+            (self.state, found["state"]),
+            (self.control, found["control"]),
+            *zip(self.callbacks, found["callbacks"], strict=True),
+        ):
+            for name, value in fields.items():
+                if name not in ("is_world_process_zero", "is_local_process_zero"):
+                    setattr(target, name, value)
+
     def read_steps(self) -> None:
         """Bring the numbers of the last steps to the host; a step that was not finite ends the run here."""
         if not self.unread:
@@ -162,6 +189,11 @@ class Clock:
         finally:
             self.seconds[what] += time.perf_counter() - start
 
+    def go_on(self, seconds: dict[str, float]) -> None:
+        """After those of an earlier process."""
+        self.seconds = dict(seconds)
+        self._start = time.perf_counter() - seconds["total"]
+
     def as_dict(self) -> dict[str, float]:
         self.seconds["total"] = time.perf_counter() - self._start
         return dict(self.seconds)
@@ -178,11 +210,13 @@ class TrainingLoop:
         rows: ItemRows,
         gradients: GradientSource,
         evaluation: EncoderEvaluation | None,
+        keeper: StateKeeper,
         *,
         more_seeds_follow: bool = False,
     ) -> None:
         self.args, self.runs, self.plan = args, list(runs), plan
         self.rows, self.gradients, self.evaluation = rows, gradients, evaluation
+        self.keeper, self.comm = keeper, keeper.comm
         self.keep = more_seeds_follow or plan.visits_items_again()
         only_supervised = args.behaviour.loss_only_supervised
         self.by_loss = args.supervised_decoder if only_supervised else args.convergent_metric == "loss"
@@ -196,26 +230,65 @@ class TrainingLoop:
             self._item(number)  # a row that cannot be tokenized is told now, not in the last epoch
         for run in self.runs:
             self._begin(run)
-        if self.evaluation is not None:
+        done = self.keeper.load(self)
+        if self.evaluation is not None and not done:
             for run in self.runs:
                 self._evaluate(run, step=0, epoch=0)
-        total = self.plan.total_steps
         names = ", ".join(str(run.seed) for run in self.runs)
-        bar = tqdm(total=total, desc=f"seed {names}", unit="step", disable=None, leave=False)
-        current = -1
-        with bar:
-            for step, epoch, batches in self.plan.steps():
-                if epoch != current:
-                    self._turn_epoch(current, epoch)
-                    current = epoch
-                self._step(step, epoch, batches)
-                bar.update()
-                if all(run.stopped for run in self.runs):
-                    break
-        self._turn_epoch(current, None)
+        bar = tqdm(
+            total=self.plan.total_steps,
+            initial=done,
+            desc=f"seed {names}",
+            unit="step",
+            disable=None if self.comm.is_first else True,
+            leave=False,
+        )
+        with bar, self.keeper.interrupt.patiently():
+            self._train(done, bar)
         for run in self.runs:
             run.read_steps()
             self._fire(run, "on_train_end")
+
+    def _train(self, done: int, bar: Any) -> None:
+        """The steps after the first `done` ones."""
+        current = -1
+        for step, epoch, batches in self.plan.steps():
+            if step <= done:
+                current = epoch
+                continue
+            if all(run.stopped for run in self.runs):
+                break
+            if epoch != current:
+                self._turn_epoch(current, epoch)
+                current = epoch
+            self._step(step, epoch, batches)
+            bar.update()
+            self.keeper.after_step(self, step)
+        self._turn_epoch(current, None)
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """All that the rest of the training depends on besides the engines: plain values."""
+        for run in self.runs:
+            run.read_steps()
+        return {
+            "step": step,
+            "seeds": [run.seed for run in self.runs],
+            "scheduler": self._schedule[0].state_dict(),
+            "seconds": self.clock.as_dict(),
+            "runs": [run.progress() for run in self.runs],
+        }
+
+    def best_paths(self) -> dict[int, Path]:
+        """Where the best checkpoints so far are, by seed."""
+        return {run.seed: run.best_path for run in self.runs if run.best.saved}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        scheduler, carrier = self._schedule
+        scheduler.load_state_dict(progress["scheduler"])
+        carrier.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
+        self.clock.go_on(progress["seconds"])
+        for run, found in zip(self.runs, progress["runs"], strict=True):
+            run.restore(found)
 
     def _make_scheduler(self) -> Any:
         """Hugging Face's schedulers want an optimizer: one without weights carries the learning rate."""
@@ -320,8 +393,9 @@ class TrainingLoop:
             if self.args.evaluate_fn is not None:
                 metrics = dict(self.args.evaluate_fn(run.model))
             else:
-                encoder = Encoder(run.engine.encode, run.engine.whole, self.args.eval_batch_size)
+                encoder = Encoder(run.engine.encoding_model(), self.comm, self.args.eval_batch_size)
                 metrics = self.evaluation.metrics(encoder)
+            metrics = self.comm.decide(metrics)
         metrics = self._normalise(run, step, metrics)
         self._remember(run, step, metrics)
         if not self.by_loss:
@@ -403,7 +477,8 @@ class TrainingLoop:
 
     def _save(self, run: SeedRun, path: Path) -> None:
         with self.clock.spending("save"):
-            save_model(run.model, path, training=self.record(run), with_tokenizer=False)
+            model = run.model.over(run.engine.weights())
+            save_model(model, path, training=self.record(run), with_tokenizer=False, comm=self.comm)
 
     def _log(self, run: SeedRun, step: int) -> None:
         recent = run.losses[-self.args.logging_steps :]
@@ -428,6 +503,7 @@ class TrainingLoop:
         self._fire(run, "on_log", logs=logs)
 
     def _begin(self, run: SeedRun) -> None:
+        run.state.is_world_process_zero = run.state.is_local_process_zero = self.comm.is_first
         run.state.max_steps = self.plan.total_steps
         run.state.num_train_epochs = self.plan.num_epochs
         self._fire(run, "on_train_begin")

@@ -42,10 +42,10 @@ class Destination(ABC):
         Without something to keep, the place holds anything (with `as_zeros`: zeros).
         """
 
-    def expect(self, weight: Weight, contributions: int) -> None:
+    def expect(self, weight: Weight, contributions: int) -> None:  # noqa: B027, only some count
         """So many more contributions to this weight will follow in this pass."""
 
-    def done(self, weight: Weight) -> None:
+    def done(self, weight: Weight) -> None:  # noqa: B027
         """One contribution to a weight is complete."""
 
     @abstractmethod

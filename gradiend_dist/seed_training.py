@@ -16,13 +16,14 @@ from gradiend_dist import cache, seeds
 from gradiend_dist.arguments import PostPruneConfig, TrainingArguments, require
 from gradiend_dist.checkpoint import TRAINING, restore_weights, save_model
 from gradiend_dist.engines import StepOptions
-from gradiend_dist.engines.placed import PlacedEngine
 from gradiend_dist.files import explained, read_json, write_json
+from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, own_copies
-from gradiend_dist.model import ModelWithGradiend
+from gradiend_dist.pruning import post_prune
 from gradiend_dist.schedule import make_schedule
 from gradiend_dist.seeds import SeedResult
 from gradiend_dist.space import ParameterSpace
+from gradiend_dist.state import StateKeeper
 from gradiend_dist.workbench import Workbench
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ class Places:
     experiment: Path | None
     """None: the results are in a temporary directory."""
 
+    @property
+    def state(self) -> Path | None:
+        """What an unfinished run goes on from."""
+        return None if self.experiment is None else self.experiment / "state"
+
     def seed(self, seed: int, args: TrainingArguments) -> Path:
         """A seed's own directory; a single seed is promoted where it stands."""
         return self.seeds / f"seed_{seed}" if args.max_seeds > 1 else self.model
@@ -55,9 +61,18 @@ class SeedTraining:
         places: Places,
         fingerprint: dict[str, Any],
         callbacks: Sequence[TrainerCallback],
+        interrupt: Interrupt,
     ) -> None:
         self.args, self.bench, self.places = args, bench, places
         self.fingerprint, self.callbacks = fingerprint, callbacks
+        self.comm = bench.comm
+        self.keeper = StateKeeper(
+            places.state,
+            self.comm,
+            keep=args.save_total_limit,
+            save_steps=None if args.save_strategy == "no" else args.save_steps,
+            interrupt=interrupt,
+        )
         self._pruned: tuple[int, ParameterSpace] | None = None
 
     def run(self) -> list[SeedResult]:
@@ -66,8 +81,9 @@ class SeedTraining:
         Seeds that ride on one stream of gradients end together; they are judged in the same order, and those after the
         last needed one are dropped, so that the result does not depend on how the seeds were trained.
         """
+        self.keeper.open(self.fingerprint, engine=self.bench.spread.launch.engine, resume=self.args.resume)
         all_seeds = [self.args.first_seed + i for i in range(self.args.max_seeds)]
-        cached = [s for s in all_seeds if self._is_reusable(s)]
+        cached = [s for s in all_seeds if s in self.keeper.seeds_done or self._is_reusable(s)]
         to_train = [s for s in all_seeds if s not in cached]
         together = self._in_parallel(to_train)
         records: dict[int, dict[str, Any]] = {}
@@ -77,16 +93,22 @@ class SeedTraining:
                 group = to_train if together else [seed]
                 later = [s for s in to_train if s > group[-1]]
                 records.update(self._train_group(group, more_follow=bool(later)))
+                self.keeper.seed_is_done(group)
             results.append(self._result(seed, records.get(seed), results))
             logger.info("seed %d: %s (%s)", seed, *_verdict_words(results[-1]))
             if seeds.enough(results, self.args) is not None:
-                self._drop([s for s in records if s > seed])
+                self._drop([s for s in {*records, *self.keeper.seeds_done} if s > seed])
                 break
         self._finish(results)
+        self.keeper.close()
         return results
 
     def _is_reusable(self, seed: int) -> bool:
-        return cache.reusable(self._seed_path(seed), self.fingerprint, self.args.use_cache, of_one_seed=True)
+        path = self._seed_path(seed)
+        return self.comm.first(
+            f"looking at {path}",
+            lambda: cache.reusable(path, self.fingerprint, self.args.use_cache, of_one_seed=True),
+        )
 
     def _in_parallel(self, to_train: list[int]) -> bool:
         """Should all seeds ride on one stream of gradients?
@@ -108,7 +130,8 @@ class SeedTraining:
     def _gradients_fit(self, space: ParameterSpace) -> bool:
         plan = self._plan()
         kinds = len({self.args.source, self.args.target})
-        return 4 * space.size * kinds * len(plan.schedule.batches) <= self.bench.store_bytes()
+        largest = max(part.size for part in self.bench.spread.parts(space))
+        return 4 * largest * kinds * len(plan.schedule.batches) <= self.bench.store_bytes()
 
     def _plan(self) -> Plan:
         schedule = make_schedule(
@@ -128,7 +151,11 @@ class SeedTraining:
         if self.args.prunes_each_seed:
             sample_seed = seed
         if self._pruned is None or self._pruned[0] != sample_seed:
-            self._pruned = (sample_seed, self.bench.pre_pruned(config, sample_seed))
+            space = self.keeper.find_space(f"sample_{sample_seed}")
+            if space is None:
+                space = self.bench.pre_pruned(config, sample_seed)
+                self.keeper.keep_space(f"sample_{sample_seed}", space)
+            self._pruned = (sample_seed, space)
         return self._pruned[1]
 
     def _seed_path(self, seed: int) -> Path:
@@ -147,7 +174,7 @@ class SeedTraining:
         runs = []
         for seed in group:
             model = bench.new_model(space, seed)
-            engine = PlacedEngine(model.gradiend, StepOptions.of(args))
+            engine = bench.spread.make_engine(model.gradiend, StepOptions.of(args))
             runs.append(SeedRun(seed, model, engine, self._seed_path(seed), own_copies(self.callbacks)))
         loop = TrainingLoop(
             args,
@@ -156,6 +183,7 @@ class SeedTraining:
             bench.training_items(),
             bench.gradients(space),
             evaluation,
+            self.keeper,
             more_seeds_follow=more_follow,
         )
         loop.run()
@@ -166,19 +194,23 @@ class SeedTraining:
         record = {**loop.record(run), "cache_fingerprint": {**self.fingerprint, "gradiend_input_dim": len(run.model)}}
         verdict = seeds.judge(record, self.args, among_seeds=False)
         record["convergence_info"] = seeds.convergence_info([verdict], self.args, verdict)
-        model = run.model
+        model = run.model.over(run.engine.weights())
         if self.args.save_only_best and run.best.saved:
-            restore_weights(model.gradiend, run.best_path)  # in place: a second model would be the run's memory peak
+            # In place: a second model would be the run's memory peak.
+            restore_weights(model.gradiend, run.best_path, self.comm)
         if self.args.post_prune_config is not None:
-            post_prune(model, self.args.post_prune_config)
+            post_prune(model, self.args.post_prune_config, self.comm)
             record["cache_fingerprint"]["gradiend_input_dim"] = len(model)
-        save_model(model, run.output, training=record)
+        save_model(model, run.output, training=record, comm=self.comm)
+        self.comm.first(f"tidying up around {run.output}", lambda: self._tidy_up(run))
+        return record
+
+    def _tidy_up(self, run: SeedRun) -> None:
         if self.args.save_only_best and run.best.saved:  # only now: a full disk must not cost the trained weights
             with explained(run.best_path):
                 shutil.rmtree(run.best_path)
         if self.args.delete_models:
             self._delete_intermediate(run.output)
-        return record
 
     def _delete_intermediate(self, output: Path) -> None:
         for pattern in (f"{output.name}_step_*", f"{output.name}_epoch_*", f"{output.name}_best"):
@@ -191,7 +223,7 @@ class SeedTraining:
         path = self._seed_path(seed)
         trained = record is not None
         if record is None:
-            record = read_json(path / TRAINING)
+            record = self.comm.first(f"reading {path}", lambda: read_json(path / TRAINING))
         verdict = seeds.judge(record, self.args, among_seeds=self.args.max_seeds > 1)
         result = SeedResult(seed, path, record, trained, verdict)
         if (
@@ -209,25 +241,36 @@ class SeedTraining:
         return result
 
     def _drop(self, surplus: list[int]) -> None:
-        for seed in surplus:
-            logger.info("seed %d is dropped: enough seeds before it converged", seed)
-            with explained(self._seed_path(seed)):
-                shutil.rmtree(self._seed_path(seed))
+        def drop() -> None:
+            for seed in surplus:
+                logger.info("seed %d is dropped: enough seeds before it converged", seed)
+                with explained(self._seed_path(seed)):
+                    shutil.rmtree(self._seed_path(seed), ignore_errors=True)
+
+        self.comm.first("dropping seeds that are not needed", drop)
 
     def _finish(self, results: list[SeedResult]) -> None:
         """Promote the best seed and write the reports; the promoted model is complete before anything is deleted."""
+        best = results[self.comm.decide(results.index(seeds.select_best(results, self.args)[0]))]
+        if self.args.max_seeds > 1 and not self.keeper.promoted:
+            stability = seeds.topk_stability(results, self.args, self.bench.top_weights)
+            self.comm.first("promoting the best seed", lambda: self._promote(results, best, stability))
+            self.keeper.is_promoted()
+        self.comm.first("clearing away", lambda: self._clear_away(results, best))
+
+    def _promote(self, results: list[SeedResult], best: SeedResult, stability: dict[str, Any] | None) -> None:
         args = self.args
-        best, _, _ = seeds.select_best(results, args)
         info = seeds.convergence_info([result.verdict for result in results], args, best.verdict)
-        if args.max_seeds > 1:
-            report = seeds.seed_report(results, args)
-            stability = seeds.topk_stability(results, args)
-            if stability is not None:
-                report["topk_stability"] = info["topk_stability"] = stability
-            seeds.promote(best.output, self.places.model)
-            write_json(self.places.model / TRAINING, {**best.record, "convergence_info": info})
-            write_json(self.places.seeds / seeds.REPORT, report)
-            seeds.strip_models(results, args)
+        report = seeds.seed_report(results, args)
+        if stability is not None:
+            report["topk_stability"] = info["topk_stability"] = stability
+        seeds.promote(best.output, self.places.model)
+        write_json(self.places.model / TRAINING, {**best.record, "convergence_info": info})
+        write_json(self.places.seeds / seeds.REPORT, report)
+
+    def _clear_away(self, results: list[SeedResult], best: SeedResult) -> None:
+        if self.args.max_seeds > 1:
+            seeds.strip_models(results, self.args)
         if self.places.experiment is not None:
             write_json(self.places.experiment / STATS, _all_stats(results, best), indent=None)
 

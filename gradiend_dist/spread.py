@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from dataclasses import dataclass, field
@@ -31,6 +30,9 @@ from gradiend_dist.space import ParameterSpace, Part
 
 logger = logging.getLogger(__name__)
 
+# One per process, as Accelerate and torch have one default group.
+_joined: list[Launch] = []
+
 DEVICE_ARGUMENTS = ("device", "device_encoder", "device_decoder", "device_base_model", "encoder_decoder_same_device")
 
 
@@ -51,9 +53,14 @@ class Launch:
         return f"{self.comm.world_size} ranks, engine {self.engine}, {base}"
 
 
-@functools.cache
 def launched(timeout: float) -> Launch:
-    """Join the other processes, if there are any. Once per process: Accelerate and torch keep one group."""
+    """The processes that work together, and this one among them; the first call joins them."""
+    if not _joined:
+        _joined.append(_join(timeout))
+    return _joined[0]
+
+
+def _join(timeout: float) -> Launch:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed, fsdp = (_is_on(f"ACCELERATE_USE_{name}") for name in ("DEEPSPEED", "FSDP"))
     if world_size == 1 and not deepspeed:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,14 +21,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from gradiend_dist import arguments
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, help_field
+from gradiend_dist.comm import Comm, PeerError, PeerLost
 from gradiend_dist.command_line import CommandParser, with_numbers
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
 from gradiend_dist.files import jsonable, write_text
+from gradiend_dist.interrupt import Preempted
 from gradiend_dist.model import first_line
+from gradiend_dist.spread import launched
 from gradiend_dist.typecheck import check_types
 
 if TYPE_CHECKING:
+    from gradiend_dist.plan import Forecast
     from gradiend_dist.trainer import TextPredictionTrainer
 
 logger = logging.getLogger(__name__)
@@ -135,28 +140,40 @@ def parse(argv: Sequence[str]) -> Command:
 
 def run(command: Command) -> int:
     from gradiend_dist import report
-    from gradiend_dist.plan import check_output, forecast, space_of
     from gradiend_dist.plots import check_format
     from gradiend_dist.trainer import TextPredictionTrainer
 
     trainer = TextPredictionTrainer(command.model, config=command.config, args=command.args)
+    comm = trainer.comm
     draws = importlib.util.find_spec("matplotlib") is not None
     if draws:
         check_format(trainer.config.img_format)
+    needs = comm.together(lambda: check(trainer))
+    if command.dry_run:
+        if comm.is_first:
+            print(report.plan(trainer, needs))
+        return 0
+    with trainer.interrupt.listening():
+        trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
+    if comm.is_first:
+        plot = trainer.plot_training_convergence(show=False) if draws else None
+        if not draws:
+            logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
+        print(report.results(trainer, plot))
+    return 0
+
+
+def check(trainer: TextPredictionTrainer) -> Forecast:
+    """All that can be wrong before a weight is loaded; nothing is written."""
+    from gradiend_dist.plan import check_output, forecast, space_of
+
     trainer.check()
     space, num_weights = space_of(trainer.base_model_name, trainer.args)
     needs = forecast(trainer.args, space, num_weights)
-    for name, path in output_paths(trainer).items():
-        check_output(name, path, needs.disk)
-    if command.dry_run:
-        print(report.plan(trainer, needs))
-        return 0
-    trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
-    plot = trainer.plot_training_convergence(show=False) if draws else None
-    if not draws:
-        logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
-    print(report.results(trainer, plot))
-    return 0
+    if trainer.comm.is_first:
+        for name, path in output_paths(trainer).items():
+            check_output(name, path, needs.disk)
+    return needs
 
 
 def output_paths(trainer: TextPredictionTrainer) -> dict[str, Path]:
@@ -173,7 +190,7 @@ class KeepConfig(TrainerCallback):
         self.directory, self.text = directory, text
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if self.directory is not None and state.global_step == 0:
+        if self.directory is not None and state.global_step == 0 and state.is_world_process_zero:
             write_text(self.directory / CONFIG_FILE, self.text)
 
 
@@ -206,7 +223,7 @@ def git_hash() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, build, run; a wrong input is one line and exit code 2."""
+    """Parse, build, run; a wrong input is one line and exit code 2, on whichever rank it is found."""
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -214,26 +231,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():
         disable_progress_bar()  # of transformers; in a log file a bar is noise, as tqdm itself knows of ours
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} processes were started and this version trains in one: launch "
-                "with --num_processes 1, e.g. accelerate_configs/single.yaml."
-            )
-        return run(parse(sys.argv[1:] if argv is None else argv))
+        command = parse(sys.argv[1:] if argv is None else argv)
+    except UserError as error:  # every rank reads the same line, so the first one tells
+        return end(2, f"error: {error}" if is_first else None)
+    comm = Comm()
+    try:
+        comm = launched(float(command.args.ddp_timeout)).comm
+        code = run(command)
     except UserError as error:
-        if is_first:
-            print(f"gradiend-dist train: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return end(2, f"error: {error}" if comm.speaks() else None)
+    except PeerError:
+        return end(1, None)
+    except PeerLost as lost:
+        return end(1, comm.last_words(lost))
+    except Preempted as stop:
+        return end(*words_on_preemption(stop, comm))
     except (torch.OutOfMemoryError, MemoryError) as error:
-        print(
-            f"gradiend-dist train: out of memory ({first_line(error)}): prune with pre_prune_config, lower "
-            "base_micro_batch_size or gradient_store_gib, or pass seeds_in_parallel=false.",
-            file=sys.stderr,
+        words = (
+            f"out of memory ({first_line(error)}): prune with pre_prune_config, lower base_micro_batch_size or "
+            "gradient_store_gib, pass seeds_in_parallel=false, or launch on more GPUs."
         )
-        return 1
+        return end(1, words if comm.speaks() else None)
     except KeyboardInterrupt:
-        print("gradiend-dist train: interrupted; finished seeds are reused with --use_cache true", file=sys.stderr)
-        return 130
+        return end(130, "interrupted; the same command goes on where it can" if comm.speaks() else None)
+    except BaseException:
+        comm.speaks()  # the traceback tells; the other ranks need not
+        raise
+    leave()
+    return code
+
+
+def words_on_preemption(stop: Preempted, comm: Comm) -> tuple[int, str | None]:
+    """Exit code and message: 0 where the state is saved and a scheduler asked for the stop."""
+    name = signal.Signals(stop.signum).name
+    by_user = stop.signum == signal.SIGINT
+    if stop.step is None:
+        words = f"{name}: stopped before anything could be saved; the same command goes on from the last saved state"
+        return (130 if by_user else 128 + stop.signum), words if comm.speaks() else None
+    words = f"{name}: the state after step {stop.step} is saved; the same command goes on from there"
+    return (130 if by_user else 0), words if comm.is_first else None
+
+
+def end(code: int, words: str | None) -> int:
+    """One line from one rank. A failing rank leaves no group behind politely: others may not answer any more."""
+    if words is not None:
+        print(f"gradiend-dist train: {' '.join(words.split())}", file=sys.stderr, flush=True)
+    if torch.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)  # threads of a broken group would hold the process for their timeout
+    return code
+
+
+def leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,16 +14,19 @@ from transformers import TrainerCallback
 from gradiend_dist import cache, seeds
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, from_mapping, require
 from gradiend_dist.checkpoint import TRAINING, base_model_of, check_replaceable, is_model_directory, save_model
+from gradiend_dist.comm import Comm
 from gradiend_dist.data import FeatureData, TextPredictionConfig, load_feature_data
 from gradiend_dist.devices import placement_of
 from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.report import EncoderReport
 from gradiend_dist.files import read_json
+from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.model import ModelWithGradiend
-from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.pruning import post_prune
+from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.seed_training import Places, SeedTraining
+from gradiend_dist.spread import launched
 from gradiend_dist.workbench import Workbench
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,13 @@ class TextPredictionTrainer:
         self._trained: ModelWithGradiend | None = None
         self._temporary: Path | None = None
         self._has_trained = False
+        self.interrupt = Interrupt()
+        """Requests to stop; `gradiend_dist.train` lets it listen to signals."""
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that were launched; a single process is one of one."""
+        return launched(float(self.args.ddp_timeout)).comm
 
     def _joined_config(self, config: TextPredictionConfig) -> TextPredictionConfig:
         """Arguments that are documented in both places become one."""
@@ -110,7 +120,9 @@ class TextPredictionTrainer:
         if self.experiment_dir is not None:
             return self.experiment_dir
         if self._temporary is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="gradiend_dist_"))
+            self._temporary = self.comm.first(
+                "making a temporary directory", lambda: Path(tempfile.mkdtemp(prefix="gradiend_dist_"))
+            )
             logger.warning("experiment_dir is not set: results go to %s", self._temporary)
         return self._temporary
 
@@ -182,11 +194,12 @@ class TextPredictionTrainer:
         self.check()
         self._trained = None
         wanted = cache.fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
-        if cache.reusable(self.model_path, wanted, self.args.use_cache):
-            logger.info("%s is reused: it was trained with the same arguments, model and data", self.model_path)
+        path = self.model_path
+        if self.comm.first(f"looking at {path}", lambda: cache.reusable(path, wanted, self.args.use_cache)):
+            logger.info("%s is reused: it was trained with the same arguments, model and data", path)
             self._has_trained = True
             return self
-        results = SeedTraining(self.args, self.workbench, self.places, wanted, callbacks).run()
+        results = SeedTraining(self.args, self.workbench, self.places, wanted, callbacks, self.interrupt).run()
         self._has_trained = True
         seeds.check_convergence(results, self.args)
         return self
@@ -257,8 +270,8 @@ class TextPredictionTrainer:
             raise UserError(f"post_prune() finds no trained model at {self.model_path}: call train() first.")
         model = self.workbench.load(self.model_path)
         record = read_json(self.model_path / TRAINING)
-        post_prune(model, config)
-        save_model(model, self.model_path, training=record)
+        post_prune(model, config, self.comm)
+        save_model(model, self.model_path, training=record, comm=self.comm)
         self._trained = model
         return model
 

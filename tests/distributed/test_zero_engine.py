@@ -28,12 +28,11 @@ from gradiend_dist.model import GradiendModel
 
 pytest.importorskip("deepspeed")
 sys.path.insert(0, str(Path(__file__).parent))
-from zero_script import CASES, STAGE_3_CASES  # noqa: E402
+from zero_script import CASES, RESUMED, STAGE_3_CASES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ["zero1", "zero2", "zero3", "zero3_offload"]
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
-RESUMED = ["flip", "latent_dim_2", "supervised_encoder", "flip_with_bias"]
 TOLERANCE = 1e-6
 TIMEOUT = 180
 

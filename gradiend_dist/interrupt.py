@@ -1,0 +1,75 @@
+"""Requests from outside to stop: signals of a scheduler, of a user, of a launcher that is gone.
+
+A handler only takes note. While the training loop runs, the note is read at the next step, where the ranks agree, save
+their state and end; if no step ends in time, or nothing is running that could be saved, the process ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# torchrun kills a worker 30 seconds after it has told it to end.
+GRACE_SECONDS = 25
+PR_SET_PDEATHSIG = 1
+
+
+class Preempted(BaseException):
+    """The run was told to stop, and its state is saved (`step`), or there is none to save (None)."""
+
+    def __init__(self, signum: int, step: int | None) -> None:
+        super().__init__(signum, step)
+        self.signum, self.step = signum, step
+
+
+class Interrupt:
+    """Was this process told to stop?"""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._patient = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Interrupt]:
+        """Take signals in this block (in the main thread: elsewhere Python allows no handlers)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._take) for number in (*SIGNALS, signal.SIGALRM)}
+        _follow_the_launcher()
+        try:
+            yield self
+        finally:
+            signal.alarm(0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        """In this block a request is looked for at every step: it may wait until then."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and self.signum == signal.SIGINT
+        if number == signal.SIGALRM or again or not self._patient:
+            raise Preempted(number if number != signal.SIGALRM else self.signum, None)
+        if not self.signum:
+            self.signum = number
+            signal.alarm(GRACE_SECONDS)
+
+
+def _follow_the_launcher() -> None:
+    """If the launcher is killed by something it does not handle, its workers must not live on."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,519 @@
+"""Training state: what a run that was killed goes on from, also on another number of ranks.
+
+    state/run.json         all that the run depends on, by name; what is done
+    state/space.*          the pruned space, once it is known
+    state/step_000120/     the state after a step: tensors by torch.distributed.checkpoint (DeepSpeed's own under ZeRO),
+                           the history of each seed, the random generators; complete.json is written last
+
+The directory exists while a run is unfinished. Tensors of size n are saved as ranges of the whole vector, so that any
+number of ranks can read them. A step's directory is renamed into place when everything in it is complete, and older
+ones are deleted after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import random
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from gradiend_dist.comm import Comm
+from gradiend_dist.engines import Engine
+from gradiend_dist.errors import UserError
+from gradiend_dist.files import explained, jsonable, new_directory, read_json, write_json
+from gradiend_dist.interrupt import Interrupt, Preempted
+from gradiend_dist.space import ParameterSpace, Part
+
+if TYPE_CHECKING:
+    from gradiend_dist.loop import TrainingLoop
+
+logger = logging.getLogger(__name__)
+
+RUN = "run.json"
+SPACE = "space.pt"
+COMPLETE = "complete.json"
+PROGRESS = "progress.pt"
+TRIGGER = "SAVE_STATE"
+FORMAT = 1
+# Ranks ask each other whether anyone was told to stop about this often, not at every short step.
+LOOK_SECONDS = 0.5
+
+
+class CutTensor(torch.Tensor):
+    """This rank's part of a vector (or matrix, along its first dimension), as torch.distributed.checkpoint reads it."""
+
+    part: Part
+
+    @staticmethod
+    def of(own: Tensor, part: Part) -> CutTensor:
+        cut = own.detach().as_subclass(CutTensor)
+        cut.part = part
+        return cut
+
+    def plain(self) -> Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def size(self, *dimensions: int) -> Any:  # type: ignore[override]
+        """Of the whole."""
+        whole = torch.Size([self.part.total, *self.plain().shape[1:]])
+        return whole[dimensions[0]] if dimensions else whole
+
+    def _chunks(self) -> list[tuple[slice, ChunkStorageMetadata]]:
+        shape = self.plain().shape[1:]
+        return [
+            (
+                own,
+                ChunkStorageMetadata(
+                    offsets=torch.Size([there.start, *(0 for _ in shape)]),
+                    sizes=torch.Size([there.stop - there.start, *shape]),
+                ),
+            )
+            for own, there in self.part.pieces()
+            if there.start < there.stop
+        ]
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.plain())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for _, chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for _, chunk in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for own, chunk in self._chunks():
+            if chunk.offsets == index.offset:
+                return self.plain()[own]
+        raise AssertionError(f"{index} is not of this rank")
+
+
+class AlreadyStaged(AsyncStager):
+    """Tensors were copied to the host before: nothing is left to stage."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+
+@dataclass
+class Saving:
+    """A state on its way to disk."""
+
+    step: int
+    partial: Path
+    future: Future[Any] | None
+
+
+class StateKeeper:
+    """Saves and finds the state of one unfinished run. Without a directory it keeps nothing."""
+
+    def __init__(
+        self, directory: Path | None, comm: Comm, *, keep: int, save_steps: int | None, interrupt: Interrupt
+    ) -> None:
+        self.directory, self.comm, self.keep, self.save_steps = directory, comm, keep, save_steps
+        self.interrupt = interrupt
+        self.run: dict[str, Any] = {}
+        self._saving: Saving | None = None
+        self._group: Any = None
+        self._next_look, self._last_look = 0, (0, time.monotonic())
+
+    # --- the run as a whole
+
+    def open(self, depends_on: dict[str, Any], *, engine: str, resume: bool) -> bool:
+        """Begin, or go on with what is there; returns whether it goes on.
+
+        What a run depends on must be as it was; a difference is told by its name.
+        """
+        if self.directory is None:
+            return False
+        if not resume:
+            self.close()
+        path = self.directory / RUN
+        found = self.comm.first("looking for an unfinished run", lambda: read_json(path) if path.is_file() else None)
+        wanted = {"format": FORMAT, "engine": _family(engine), "depends_on": jsonable(depends_on)}
+        if found is not None:
+            self._require_same(found, wanted)
+            self.run = found
+            logger.info("going on with the unfinished run in %s", self.directory)
+            return True
+        run = {**wanted, "tracker_run_id": secrets.token_hex(8), "seeds_done": [], "promoted": False}
+        self.run = self.comm.decide(run)
+        self._write_run()
+        return False
+
+    def _require_same(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        where = f"{self.directory} holds an unfinished run"
+        remedy = "pass the same, another experiment_dir, or --resume false to start anew"
+        if found.get("format") != FORMAT:
+            raise UserError(f"{where} of another version: pass another experiment_dir, or --resume false.")
+        before, now = found["depends_on"], wanted["depends_on"]
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                raise UserError(f"{where} with {name}={before.get(name)}, now it is {now.get(name)}: {remedy}.")
+        if found["engine"] != wanted["engine"]:
+            raise UserError(f"{where} of engine {found['engine']}, now it is {wanted['engine']}: {remedy}.")
+
+    def _write_run(self) -> None:
+        def write() -> None:
+            assert self.directory is not None
+            write_json(self.directory / RUN, self.run)
+
+        self.comm.first("writing the state of the run", write)
+
+    @property
+    def seeds_done(self) -> list[int]:
+        return list(self.run.get("seeds_done", []))
+
+    @property
+    def tracker_run_id(self) -> str | None:
+        """One id for all parts of an interrupted run, for whatever tracks it."""
+        return self.run.get("tracker_run_id")
+
+    @property
+    def promoted(self) -> bool:
+        return bool(self.run.get("promoted"))
+
+    def seed_is_done(self, seeds: Sequence[int]) -> None:
+        if self.directory is not None:
+            self._finish_saving()
+            self.run["seeds_done"] = [*self.seeds_done, *seeds]
+            self._write_run()
+            self.comm.first("clearing the state of finished seeds", self._delete_steps)
+
+    def is_promoted(self) -> None:
+        if self.directory is not None:
+            self.run["promoted"] = True
+            self._write_run()
+
+    def close(self) -> None:
+        """The run is finished, or is not to be gone on with."""
+        if self.directory is not None:
+            self._finish_saving()
+            directory = self.directory
+            self.comm.first("removing the state", lambda: shutil.rmtree(directory, ignore_errors=True))
+
+    # --- the pruned space
+
+    def keep_space(self, name: str, space: ParameterSpace) -> None:
+        if self.directory is None:
+            return
+
+        def write() -> None:
+            assert self.directory is not None
+            selected = [(weight.name, weight.shape, weight.selected) for weight in space.weights]
+            partial = self.directory / f".{name}_{SPACE}"
+            with explained(partial):
+                torch.save(selected, partial)
+                partial.replace(self.directory / f"{name}_{SPACE}")
+
+        self.comm.first("keeping the pruned space", write)
+
+    def find_space(self, name: str) -> ParameterSpace | None:
+        if self.directory is None:
+            return None
+        path = self.directory / f"{name}_{SPACE}"
+        if not self.comm.decide(path.is_file()):
+            return None
+        selected = None
+        if self.comm.is_first or path.is_file():
+            with contextlib.suppress(RuntimeError, EOFError, OSError):
+                selected = torch.load(path, weights_only=True)
+        if not self.comm.all_agree(selected is not None):
+            selected = self.comm.decide(selected)
+        return None if selected is None else ParameterSpace([(n, tuple(shape), s) for n, shape, s in selected])
+
+    # --- the state after a step
+
+    def after_step(self, loop: TrainingLoop, step: int) -> None:
+        """Save where it is time to, where someone asked, and before a stop."""
+        stop, asked = self._look(step)
+        due = self.save_steps is not None and step % self.save_steps == 0
+        if self.directory is None:
+            if stop:
+                raise Preempted(stop, None)
+            return
+        if stop or asked or due:
+            self.save(loop, step, wait=bool(stop))
+        if asked:
+            self.comm.first("removing the request", lambda: self._trigger().unlink(missing_ok=True))
+        if stop:
+            raise Preempted(stop, step)
+
+    def _look(self, step: int) -> tuple[int, bool]:
+        """Was any rank told to stop, or is there a file that asks for a save? Asked often enough, not at every step."""
+        if step < self._next_look:
+            return 0, False
+        last_step, last_time = self._last_look
+        asked = self.comm.is_first and self.directory is not None and self._trigger().exists()
+        saves = self._saving is not None and self._saving.future is not None and not self._saving.future.done()
+        stop, asked_for, running, seconds = self.comm.largest(
+            float(self.interrupt.signum), float(asked), float(saves), time.monotonic() - last_time
+        )
+        per_step = seconds / max(1, step - last_step)
+        self._last_look, self._next_look = (step, time.monotonic()), step + max(1, int(LOOK_SECONDS / per_step))
+        if self._saving is not None and not running:
+            self._finish_saving()
+        return int(stop), bool(asked_for)
+
+    def _trigger(self) -> Path:
+        assert self.directory is not None
+        return self.directory.parent / TRIGGER
+
+    def save(self, loop: TrainingLoop, step: int, *, wait: bool) -> None:
+        """Save the state after `step`; the copy to disk goes on in the background unless `wait`."""
+        assert self.directory is not None
+        self._finish_saving()
+        directory = self.directory
+        partial = directory / f".step_{step:08d}.partial"
+        self.comm.first("preparing a state", lambda: _make(partial))
+        if not self.comm.all_agree(partial.is_dir()):
+            self._warn_unshared()
+            return
+        with explained(partial):
+            torch.save(_generators(), partial / f"generators_{self.comm.rank}.pt")
+            progress = loop.progress(step)
+            if self.comm.is_first:
+                torch.save(progress, partial / PROGRESS)
+                for seed, best in loop.best_paths().items():
+                    link_tree(best, partial / f"best_{seed}")
+            future = self._save_engines([(run.seed, run.engine) for run in loop.runs], partial)
+        self._saving = Saving(step, partial, future)
+        if wait or future is None:
+            self._finish_saving()
+
+    def _warn_unshared(self) -> None:
+        if self.save_steps is not None:
+            logger.warning(
+                "%s is not shared by all ranks: no training state is saved, a killed run starts anew", self.directory
+            )
+        self.save_steps = None
+
+    def _save_engines(self, engines: list[tuple[int, Engine]], partial: Path) -> Future[Any] | None:
+        states = {seed: engine.state() for seed, engine in engines}
+        tensors: dict[str, Tensor] = {}
+        for seed, engine in engines:
+            state = states[seed]
+            if state is None:
+                engine.save_own(partial / f"seed_{seed}")
+                continue
+            for name, tensor in state.cut.items():
+                copied = tensor.detach().to("cpu", copy=True)
+                whole = engine.part.is_whole
+                tensors[f"{seed}.{name}"] = copied if whole else CutTensor.of(copied, engine.part)
+            tensors.update({f"{seed}.{name}": t.detach().to("cpu", copy=True) for name, t in state.same.items()})
+        if not tensors:
+            return None
+        found: Future[Any] = dcp.async_save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(partial / "tensors", single_file_per_rank=True),
+            async_stager=AlreadyStaged(),
+            process_group=self._background(),
+            no_dist=self.comm.is_alone,
+        )
+        return found
+
+    def _background(self) -> Any:
+        """A group of its own for the thread that saves: its messages must not mix with those of the training."""
+        if self._group is None and not self.comm.is_alone:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def _finish_saving(self) -> None:
+        """Wait for the state that is being written, put it into its place and delete the oldest."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        assert self.directory is not None
+        final = self.directory / f"step_{saving.step:08d}"
+        with explained(final):
+            if saving.future is not None:
+                _result(saving.future)
+        self.comm.meet("saving the state")
+        self.comm.first("completing a state", lambda: self._complete(saving, final))
+        logger.info("state saved after step %d in %s", saving.step, final)
+
+    def _complete(self, saving: Saving, final: Path) -> None:
+        with explained(final):
+            sizes = {str(p.relative_to(saving.partial)): p.stat().st_size for p in _files(saving.partial)}
+            write_json(saving.partial / COMPLETE, {"world_size": self.comm.world_size, "sizes": sizes})
+            shutil.rmtree(final, ignore_errors=True)
+            saving.partial.rename(final)
+        for old in self._steps()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _steps(self) -> list[Path]:
+        assert self.directory is not None
+        return sorted(self.directory.glob("step_*"))
+
+    def _delete_steps(self) -> None:
+        assert self.directory is not None
+        for path in [*self._steps(), *self.directory.glob(".step_*")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def load(self, loop: TrainingLoop) -> int:
+        """Bring the loop to the newest complete state of its seeds; returns its step, 0 where there is none."""
+        if self.directory is None:
+            return 0
+        candidates = self.comm.first("looking for a state", self._complete_steps)
+        for path in candidates:
+            step = self._try_to_load(loop, path)
+            if step is not None:
+                logger.info("going on after step %d", step)
+                return step
+        return 0
+
+    def _complete_steps(self) -> list[Path]:
+        """Newest first. An incomplete or truncated one is told and passed over."""
+        found = []
+        for path in reversed(self._steps()):
+            reason = _what_is_wrong(path)
+            if reason is None:
+                found.append(path)
+            else:
+                logger.warning("the state %s is passed over: %s", path, reason)
+        return found
+
+    def _bring_back(self, loop: TrainingLoop, path: Path) -> None:
+        """The best checkpoints of then: a later one may have been saved before the run was killed."""
+        for seed, best in loop.best_paths().items():
+            with new_directory(best) as directory:
+                directory.rmdir()
+                link_tree(path / f"best_{seed}", directory)
+
+    def _try_to_load(self, loop: TrainingLoop, path: Path) -> int | None:
+        progress = None
+        if self.comm.all_agree(path.is_dir()):
+            progress = torch.load(path / PROGRESS, weights_only=True)
+        if progress is None or progress["seeds"] != [run.seed for run in loop.runs]:
+            return None
+        tensors: dict[str, Any] = {}
+        for run in loop.runs:
+            state = run.engine.state()
+            if state is None:
+                run.engine.load_own(path / f"seed_{run.seed}")
+                continue
+            whole = run.engine.part.is_whole
+            for name, tensor in state.cut.items():
+                tensors[f"{run.seed}.{name}"] = tensor if whole else CutTensor.of(tensor, run.engine.part)
+            tensors.update({f"{run.seed}.{name}": tensor for name, tensor in state.same.items()})
+        if tensors:
+            dcp.load(
+                tensors,
+                storage_reader=dcp.FileSystemReader(path / "tensors"),
+                process_group=self.comm.control,
+                no_dist=self.comm.is_alone,
+            )
+        loop.restore(progress)
+        self.comm.first("bringing back the best checkpoints", lambda: self._bring_back(loop, path))
+        own = path / f"generators_{self.comm.rank}.pt"
+        if own.is_file():
+            _set_generators(torch.load(own, weights_only=True))
+        return int(progress["step"])
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """A copy that shares its files with the source, which are never changed in place; a real one where it must be."""
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+
+
+def _family(engine: str) -> str:
+    """Engines that read each other's state."""
+    return "zero" if engine == "zero" else "slices"
+
+
+def _make(path: Path) -> None:
+    with explained(path):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(item for item in path.rglob("*") if item.is_file())
+
+
+def _result(future: Future[Any]) -> None:
+    try:
+        future.result()
+    except dcp.CheckpointException as error:
+        # One rank's failure, told on all of them: the first is as good as any.
+        cause = next(iter(error.failures.values()))[0]
+        raise (cause if isinstance(cause, OSError) else OSError(str(cause))) from error
+
+
+def _what_is_wrong(path: Path) -> str | None:
+    if not (path / COMPLETE).is_file():
+        return "it is incomplete"
+    try:
+        sizes = read_json(path / COMPLETE)["sizes"]
+    except (UserError, KeyError, TypeError):
+        return f"{COMPLETE} cannot be read"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} is missing or has another size"
+    return None
+
+
+def _generators() -> dict[str, Any]:
+    """The random generators of this process: the loop draws nothing, a user's callback may."""
+    kind, keys, *rest = np.random.get_state()
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def _set_generators(found: dict[str, Any]) -> None:
+    torch.set_rng_state(found["torch"])
+    if found["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
+    kind, keys, *rest = found["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    version, numbers, gauss = found["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def plain_fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are numbers, texts, or lists and dicts of these."""
+    fields = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else vars(value)
+    return {name: item for name, item in fields.items() if _is_plain(item)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str | int) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str)
