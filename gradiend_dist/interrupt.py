@@ -60,6 +60,12 @@ class Interrupt:
         finally:
             self._patient = False
 
+    def ignore(self) -> None:
+        """The process is ending already, and says why: what comes now must not cut it short."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (*SIGNALS, signal.SIGALRM):
+                signal.signal(number, signal.SIG_IGN)
+
     def _take(self, number: int, _frame: FrameType | None) -> None:
         again = number == signal.SIGINT and self.signum == signal.SIGINT
         if number == signal.SIGALRM or again or not self._patient:

@@ -13,7 +13,6 @@ ones are deleted after that.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import random
@@ -29,11 +28,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from gradiend_dist.comm import Comm
 from gradiend_dist.engines import Engine
@@ -118,6 +120,12 @@ class AlreadyStaged(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
+
+    def synchronize_staging(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 @dataclass
@@ -328,13 +336,14 @@ class StateKeeper:
             tensors.update({f"{seed}.{name}": t.detach().to("cpu", copy=True) for name, t in state.same.items()})
         if not tensors:
             return None
-        found: Future[Any] = dcp.async_save(
+        found = async_save(
             tensors,
-            storage_writer=dcp.FileSystemWriter(partial / "tensors", single_file_per_rank=True),
+            storage_writer=FileSystemWriter(partial / "tensors", single_file_per_rank=True),
             async_stager=AlreadyStaged(),
             process_group=self._background(),
             no_dist=self.comm.is_alone,
         )
+        assert isinstance(found, Future), "staged already"
         return found
 
     def _background(self) -> Any:
@@ -422,9 +431,9 @@ class StateKeeper:
                 tensors[f"{run.seed}.{name}"] = tensor if whole else CutTensor.of(tensor, run.engine.part)
             tensors.update({f"{run.seed}.{name}": tensor for name, tensor in state.same.items()})
         if tensors:
-            dcp.load(
+            load(
                 tensors,
-                storage_reader=dcp.FileSystemReader(path / "tensors"),
+                storage_reader=FileSystemReader(path / "tensors"),
                 process_group=self.comm.control,
                 no_dist=self.comm.is_alone,
             )
@@ -463,7 +472,7 @@ def _files(path: Path) -> list[Path]:
 def _result(future: Future[Any]) -> None:
     try:
         future.result()
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         # One rank's failure, told on all of them: the first is as good as any.
         cause = next(iter(error.failures.values()))[0]
         raise (cause if isinstance(cause, OSError) else OSError(str(cause))) from error
@@ -507,8 +516,7 @@ def _set_generators(found: dict[str, Any]) -> None:
 
 def plain_fields(value: Any) -> dict[str, Any]:
     """The attributes of an object that are numbers, texts, or lists and dicts of these."""
-    fields = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else vars(value)
-    return {name: item for name, item in fields.items() if _is_plain(item)}
+    return {name: item for name, item in vars(value).items() if _is_plain(item)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -26,7 +26,7 @@ from gradiend_dist.command_line import CommandParser, with_numbers
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
 from gradiend_dist.files import jsonable, write_text
-from gradiend_dist.interrupt import Preempted
+from gradiend_dist.interrupt import Interrupt, Preempted
 from gradiend_dist.model import first_line
 from gradiend_dist.spread import launched
 from gradiend_dist.typecheck import check_types
@@ -138,7 +138,7 @@ def parse(argv: Sequence[str]) -> Command:
     return Command(model, config, args, bool(values["dry_run"]))
 
 
-def run(command: Command) -> int:
+def run(command: Command, interrupt: Interrupt) -> int:
     from gradiend_dist import report
     from gradiend_dist.plots import check_format
     from gradiend_dist.trainer import TextPredictionTrainer
@@ -153,8 +153,8 @@ def run(command: Command) -> int:
         if comm.is_first:
             print(report.plan(trainer, needs))
         return 0
-    with trainer.interrupt.listening():
-        trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
+    trainer.interrupt = interrupt
+    trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
     if comm.is_first:
         plot = trainer.plot_training_convergence(show=False) if draws else None
         if not draws:
@@ -234,31 +234,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(sys.argv[1:] if argv is None else argv)
     except UserError as error:  # every rank reads the same line, so the first one tells
         return end(2, f"error: {error}" if is_first else None)
+    interrupt = Interrupt()
+    with interrupt.listening():
+        code, words = attempt(command, interrupt)
+    return end(code, words)
+
+
+def attempt(command: Command, interrupt: Interrupt) -> tuple[int, str | None]:
+    """Run; whatever happens becomes an exit code and, on one rank, one line."""
     comm = Comm()
     try:
         comm = launched(float(command.args.ddp_timeout)).comm
-        code = run(command)
+        return run(command, interrupt), None
     except UserError as error:
-        return end(2, f"error: {error}" if comm.speaks() else None)
+        interrupt.ignore()
+        return 2, f"error: {error}" if comm.speaks() else None
     except PeerError:
-        return end(1, None)
+        interrupt.ignore()
+        return 1, None
     except PeerLost as lost:
-        return end(1, comm.last_words(lost))
+        interrupt.ignore()
+        return 1, comm.last_words(lost)
     except Preempted as stop:
-        return end(*words_on_preemption(stop, comm))
+        interrupt.ignore()
+        return words_on_preemption(stop, comm)
     except (torch.OutOfMemoryError, MemoryError) as error:
+        interrupt.ignore()
         words = (
             f"out of memory ({first_line(error)}): prune with pre_prune_config, lower base_micro_batch_size or "
             "gradient_store_gib, pass seeds_in_parallel=false, or launch on more GPUs."
         )
-        return end(1, words if comm.speaks() else None)
-    except KeyboardInterrupt:
-        return end(130, "interrupted; the same command goes on where it can" if comm.speaks() else None)
+        return 1, words if comm.speaks() else None
     except BaseException:
         comm.speaks()  # the traceback tells; the other ranks need not
         raise
-    leave()
-    return code
 
 
 def words_on_preemption(stop: Preempted, comm: Comm) -> tuple[int, str | None]:
@@ -273,18 +282,15 @@ def words_on_preemption(stop: Preempted, comm: Comm) -> tuple[int, str | None]:
 
 
 def end(code: int, words: str | None) -> int:
-    """One line from one rank. A failing rank leaves no group behind politely: others may not answer any more."""
+    """One line from one rank. A rank that fails does not wait for the others: they may not answer any more."""
     if words is not None:
         print(f"gradiend-dist train: {' '.join(words.split())}", file=sys.stderr, flush=True)
     if torch.distributed.is_initialized():
-        sys.stdout.flush()
-        os._exit(code)  # threads of a broken group would hold the process for their timeout
-    return code
-
-
-def leave() -> None:
-    if torch.distributed.is_initialized():
+        if code:
+            sys.stdout.flush()
+            os._exit(code)  # threads of a broken group would hold the process for their timeout
         torch.distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ class Optimizer(ABC):
     can_be_cut: bool
 
     @abstractmethod
-    def begin(self, learning_rate: float, scale: Tensor, not_finite: Tensor) -> None:
-        """Start a step. `scale` multiplies the gradients; where `not_finite` is 1.0 nothing is changed."""
+    def begin(self, learning_rate: float, not_finite: Tensor) -> None:
+        """Start a step; where `not_finite` is 1.0 it changes nothing."""
 
     @abstractmethod
     def update(self, index: int, chunk: slice, gradient: Tensor) -> None:
@@ -50,13 +50,11 @@ class FusedAdam(Optimizer):
         self.num_steps = torch.zeros((), device=weights[0].device)
         self._kernel = torch._fused_adamw_ if options.optim == "adamw" else torch._fused_adam_
 
-    def begin(self, learning_rate: float, scale: Tensor, not_finite: Tensor) -> None:
+    def begin(self, learning_rate: float, not_finite: Tensor) -> None:
         self.num_steps += 1.0 - not_finite  # a step that changes nothing does not count
-        self._learning_rate, self._scale, self._not_finite = learning_rate, scale, not_finite
+        self._learning_rate, self._not_finite = learning_rate, not_finite
 
     def update(self, index: int, chunk: slice, gradient: Tensor) -> None:
-        if self.options.max_grad_norm:
-            gradient = gradient * self._scale
         weight = self.weights[index][chunk]
         assert gradient.shape == weight.shape, f"gradient {gradient.shape} for weight {weight.shape}"
         self._kernel(
@@ -102,13 +100,13 @@ class EightBitAdam(Optimizer):
         )
         self._seen = 0
 
-    def begin(self, learning_rate: float, scale: Tensor, not_finite: Tensor) -> None:
+    def begin(self, learning_rate: float, not_finite: Tensor) -> None:
         self.optimizer.param_groups[0]["lr"] = learning_rate
-        self._scale, self._skip = scale, bool(not_finite)  # this optimizer cannot be told on the device
+        self._skip = bool(not_finite)  # this optimizer cannot be told on the device
         self._seen = 0
 
     def update(self, index: int, chunk: slice, gradient: Tensor) -> None:  # noqa: ARG002
-        self.weights[index].grad = (gradient * self._scale).contiguous()
+        self.weights[index].grad = gradient.contiguous()
         self._seen += 1
         if self._seen == len(self.weights):
             if not self._skip:

@@ -14,7 +14,7 @@ Sums over n go through `total`: here they are complete, in `sliced.py` every ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,8 @@ from gradiend_dist.engines import Engine, EngineState, GradiendBatch, StepOption
 from gradiend_dist.engines.optimizer import make_optimizer
 from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
 
-# Entries of n that are worked on together, so that a handful of fp32 vectors stay in the cache. The update alone on two
-# cores: fastest at 2^17 and 2^18, at 2^15 twice as slow, at 2^20 by a sixth.
+# Entries of n that are worked on together, so that a handful of fp32 vectors stay in the cache. With one
+# thread 2^17 and 2^18 are equal, with two 2^18 is faster by a tenth; at 2^15 calls cost a third more, with two twice.
 CHUNK = 2**18
 # A GPU's cache is no reason to cut; fewer, larger kernels are.
 CHUNK_ON_GPU = 2**26
@@ -36,11 +36,11 @@ class PlacedEngine(Engine):
         self.model = model
         self.part = model.part
         self.options = options
+        self.encoder_weight, self.encoder_bias = model.encoder_weight, model.encoder_bias
+        self.decoder_weight, self.decoder_bias = model.decoder_weight, model.decoder_bias_vector
         # Rows of We [m, n] are weights of their own, so that each is one dense range of n.
-        self.encoder_optimizer = make_optimizer(options, [*model.encoder_weight, model.encoder_bias])
-        decoder = [model.decoder_weight]
-        if model.decoder_bias_vector is not None:
-            decoder.append(model.decoder_bias_vector)
+        self.encoder_optimizer = make_optimizer(options, [*self.encoder_weight, self.encoder_bias])
+        decoder = [self.decoder_weight] if self.decoder_bias is None else [self.decoder_weight, self.decoder_bias]
         self.decoder_optimizer = make_optimizer(options, decoder)
         self.decoder_activation = None if isinstance(model.decoder[1], nn.Identity) else model.decoder[1]
         self.trains_encoder = options.supervised != "decoder"
@@ -61,7 +61,8 @@ class PlacedEngine(Engine):
         return self.model
 
     def state(self) -> EngineState | None:
-        cut, same = {}, {}
+        cut: dict[str, Tensor] = {}
+        same: dict[str, Tensor] = {}
         biases = {f"encoder.{self.model.latent_dim}"}
         for side, optimizer in (("encoder", self.encoder_optimizer), ("decoder", self.decoder_optimizer)):
             for name, tensor in optimizer.state().items():
@@ -71,10 +72,9 @@ class PlacedEngine(Engine):
 
     def flip(self, *, with_decoder_bias: bool) -> None:
         self.model.invert_encoding()
-        bias = self.model.decoder_bias_vector
         if with_decoder_bias:
-            if bias is not None:
-                bias.neg_()
+            if self.decoder_bias is not None:
+                self.decoder_bias.neg_()
             return
         self.encoder_optimizer.negate_momentum(list(range(self.model.latent_dim + 1)))
         self.decoder_optimizer.negate_momentum([0])
@@ -100,15 +100,15 @@ class PlacedEngine(Engine):
         if not self.trains_encoder:
             label = items.label.to(self.model.device_decoder, self.model.torch_dtype)
             return label, lambda d_latent: d_latent, torch.zeros((), dtype=torch.float64)
-        weight = self.model.encoder_weight
-        sums = torch.zeros(len(items) * len(weight) + 1, dtype=torch.float64, device=weight.device)
+        weight, single = self.encoder_weight, len(items) == 1
+        found: list[tuple[Tensor, ...]] = []
         for chunk in self.chunks(weight.device):
             source = items.source(chunk)
-            sums[:-1] += dot(source, weight[:, chunk]).view(-1)
-            if len(items) == 1:
-                sums[-1] += square(source)
-        sums = self.total(sums)
-        pre = sums[:-1].view(len(items), -1).to(weight.dtype) + self.model.encoder_bias
+            product = dot(source, weight[:, chunk])
+            found.append((product, square(source)) if single else (product,))
+        size = len(items) * len(weight)
+        sums = self.total(add_up(found, size + single, weight.device))
+        pre = sums[:size].view(len(items), -1).to(weight.dtype) + self.encoder_bias
         pre.requires_grad_(True)
         with torch.enable_grad():
             latent = self.model.encoder[1](pre)
@@ -120,35 +120,31 @@ class PlacedEngine(Engine):
 
     def _reduce_decoder(self, items: StepItems, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum over n the loss, dloss/dh [K, m], and the squares of the decoder's gradients."""
-        size = latent.numel()
-        sums = torch.zeros(size + 3, dtype=torch.float64, device=latent.device)
-        d_latent, (loss, weight_square, bias_square) = sums[:size].view_as(latent), sums[size:]
-        weighted = latent * items.factors
+        weighted, single = latent * items.factors, len(items) == 1
+        found: list[tuple[Tensor, ...]] = []
         for chunk in self.chunks(latent.device):
             error, r = self._errors(items, latent, chunk)
-            d_latent += dot(r, self.model.decoder_weight[chunk].T)
-            if len(items) == 1:  # factors are applied to sums: |f r h| = f |r| |h|
-                error_square = square(error)
-                loss += error_square
-                bias_square += error_square if r is error else square(r)
+            d_latent = dot(r, self.decoder_weight[chunk].T)
+            if single:  # factors are applied to sums: |f r h| = f |r| |h|
+                loss = square(error)
+                found.append((d_latent, loss, loss if r is error else square(r)))
             else:
-                loss += (error.square().sum(1) * items.factors[:, 0]).sum()
-                weight_square += square(outer(r, weighted))
-                bias_square += square(items.factors[:, 0] @ r)
-        sums = self.total(sums)
-        d_latent, (loss, weight_square, bias_square) = sums[:size].view_as(latent), sums[size:]
-        if len(items) == 1:
+                loss = items.factors[:, 0] @ error.square().sum(1)
+                found.append((d_latent, loss, square(items.factors[:, 0] @ r), square(outer(r, weighted))))
+        size = latent.numel()
+        sums = self.total(add_up(found, size + 3 - single, latent.device))
+        d_latent, loss, bias_square = sums[:size].view_as(latent) * items.factors, sums[size], sums[size + 1]
+        if single:
             factor = items.factors.double().squeeze()
             loss, bias_square = loss * factor, bias_square * factor.square()
-            weight_square = bias_square * latent.double().square().sum()
-        decoder_square = weight_square if self.model.decoder_bias_vector is None else weight_square + bias_square
-        return loss / 2.0, (d_latent * items.factors).to(latent.dtype), decoder_square
+        weight_square = bias_square * latent.double().square().sum() if single else sums[size + 2]
+        decoder_square = weight_square if self.decoder_bias is None else weight_square + bias_square
+        return loss / 2.0, d_latent.to(latent.dtype), decoder_square
 
     def _errors(self, items: StepItems, latent: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         """Of one chunk of n: y' - y [K, chunk], and the same passed back through the decoder's activation."""
-        pre = outer(latent.T, self.model.decoder_weight[chunk].T)
-        if self.model.decoder_bias_vector is not None:
-            pre += self.model.decoder_bias_vector[chunk]
+        bias = None if self.decoder_bias is None else self.decoder_bias[chunk]
+        pre = affine(latent, self.decoder_weight[chunk], bias)
         target = items.target(chunk)
         if self.decoder_activation is None:
             error = pre.sub_(target)
@@ -170,10 +166,9 @@ class PlacedEngine(Engine):
             return torch.zeros((), dtype=torch.float64)
         if len(items) == 1:
             return d_encoder.double().square().sum() * (source_square + 1.0)
-        found = torch.zeros(1, dtype=torch.float64, device=d_encoder.device)
-        for chunk in self.chunks(d_encoder.device):
-            found += square(outer(d_encoder, items.source(chunk)))
-        return self.total(found)[0] + square(d_encoder.sum(0))
+        at = d_encoder.device
+        found = [(square(outer(d_encoder, items.source(chunk))),) for chunk in self.chunks(at)]
+        return self.total(add_up(found, 1, at))[0] + square(d_encoder.sum(0))
 
     def _update(
         self,
@@ -184,44 +179,46 @@ class PlacedEngine(Engine):
         norm: Tensor,
         learning_rate: float,
     ) -> Tensor:
+        """Clip, update and return what `step` does."""
         scale, not_finite = self._gate(loss, norm)
         at_encoder, at_decoder = self.model.device_encoder, self.model.device_decoder
-        encoder_square = torch.zeros((), dtype=torch.float64, device=at_encoder)
-        decoder_square = torch.zeros((), dtype=torch.float64, device=at_decoder)
-        self.encoder_optimizer.begin(learning_rate, scale.to(at_encoder), not_finite.to(at_encoder))
-        self.decoder_optimizer.begin(learning_rate, scale.to(at_decoder), not_finite.to(at_decoder))
+        encoder_squares: list[tuple[Tensor]] = []
+        decoder_squares: list[tuple[Tensor]] = []
+        self.encoder_optimizer.begin(learning_rate, not_finite.to(at_encoder))
+        self.decoder_optimizer.begin(learning_rate, not_finite.to(at_decoder))
         if d_encoder is not None:
+            d_encoder = d_encoder * scale.to(at_encoder)
             # Biases first: an optimizer that cannot be cut steps with its last weight, and norms are of after the step.
             self.encoder_optimizer.update(self.model.latent_dim, slice(None), d_encoder.sum(0))
         for chunk in self.chunks(at_encoder):
             if d_encoder is not None:
                 for row, gradient in enumerate(outer(d_encoder, items.source(chunk))):
                     self.encoder_optimizer.update(row, chunk, gradient)
-            encoder_square += square(self.model.encoder_weight[:, chunk])
-        latent = latent.to(at_decoder)
+            encoder_squares.append((square(self.encoder_weight[:, chunk]),))
+        latent, factors = latent.to(at_decoder), items.factors * scale
         for chunk in self.chunks(at_decoder):
             if self.trains_decoder:
-                self._update_decoder(items, latent, chunk)
-            decoder_square += square(self.model.decoder_weight[chunk])
-        squares = self.total(torch.stack([encoder_square.to(at_decoder), decoder_square]))
+                self._update_decoder(items, latent, factors, chunk)
+            decoder_squares.append((square(self.decoder_weight[chunk]),))
+        encoder_square = add_up(encoder_squares, 1, at_encoder).to(at_decoder)
+        squares = self.total(torch.cat([encoder_square, add_up(decoder_squares, 1, at_decoder)]))
         return torch.cat([torch.stack([loss, norm]), squares.sqrt().float()])
 
-    def _update_decoder(self, items: StepItems, latent: Tensor, chunk: slice) -> None:
-        # Factors go to h and to sums, not to each error: 2 / n times a gradient's size comes close to the smallest
-        # float32 for large n.
+    def _update_decoder(self, items: StepItems, latent: Tensor, factors: Tensor, chunk: slice) -> None:
         _, r = self._errors(items, latent, chunk)
-        if self.model.decoder_bias_vector is not None:
-            bias = r[0] * items.factors[0] if len(items) == 1 else items.factors[:, 0] @ r
-            self.decoder_optimizer.update(1, chunk, bias)
-        self.decoder_optimizer.update(0, chunk, outer(r, latent * items.factors))
+        r *= factors
+        if self.decoder_bias is not None:
+            self.decoder_optimizer.update(1, chunk, r[0] if len(r) == 1 else r.sum(0))
+        self.decoder_optimizer.update(0, chunk, outer(r, latent))
 
     def chunks(self, device: torch.device) -> Iterator[slice]:
         """Ranges of this process's part of n; the whole of it where the optimizer cannot be cut."""
         size = CHUNK_ON_GPU if device.type == "cuda" else CHUNK
+        stop = self.part.size
         if not self.encoder_optimizer.can_be_cut:
-            size = max(1, self.part.size)
-        for start in range(0, self.part.size, size):
-            yield slice(start, min(start + size, self.part.size))
+            size = max(1, stop)
+        for start in range(0, stop, size):
+            yield slice(start, min(start + size, stop))
 
     def _gate(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The clipping factor, and 1.0 where nothing may be updated; both stay on the device."""
@@ -284,19 +281,38 @@ def encode_parts(model: GradiendModel, source: Tensor, total: Callable[[Tensor],
     return encoded
 
 
+def affine(latent: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """latent weight^T + bias for latent [k, m] and weight [q, m]; in one pass over the memory."""
+    if bias is None:
+        return outer(latent.T, weight.T)
+    if latent.shape[1] == 1:
+        return torch.addcmul(bias, latent, weight.T)
+    return torch.addmm(bias, latent, weight.T)
+
+
 def outer(a: Tensor, b: Tensor) -> Tensor:
     """a^T b for a [k, p] and b [k, q]; a broadcast product when k = 1, which no matrix kernel does as fast."""
     return a.T * b if len(a) == 1 else a.T @ b
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T for a [k, n] and b [m, n]; the plain dot product when k = m = 1."""
+    """a b^T for a [k, n] and b [m, n]; when k = m = 1 the plain dot product, without dimensions."""
     if len(a) == 1 and len(b) == 1:
-        return torch.dot(a[0], b[0]).reshape(1, 1)
+        return torch.dot(a.reshape(-1), b.reshape(-1))
     return a @ b.T
 
 
 def square(a: Tensor) -> Tensor:
-    """Sum of squares; chunks are summed in float32, what is added up from them in float64."""
+    """Sum of squares of a chunk, in its own precision; what is added up from them in float64."""
     flat = a.reshape(-1)
-    return torch.dot(flat, flat).double()
+    return torch.dot(flat, flat)
+
+
+def add_up(found: Sequence[tuple[Tensor, ...]], size: int, device: torch.device) -> Tensor:
+    """Sums over the chunks in float64 of what was found in each, one behind the other [size]; zeros without a chunk.
+
+    Adding them chunk by chunk would cost one more call for every number of every chunk.
+    """
+    if not found:
+        return torch.zeros(size, dtype=torch.float64, device=device)
+    return torch.cat([torch.stack(each).sum(0, dtype=torch.float64).view(-1) for each in zip(*found, strict=True)])

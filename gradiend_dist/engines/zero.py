@@ -50,7 +50,7 @@ KNOWN_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp16", "bf16"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
-    *("communication_data_type", "disable_allgather", "timers", "checkpoint", "seq_parallel_communication_data_type"),
+    *("communication_data_type",),
 )
 # Keys of zero_optimization with the only value that works here: the others round what is sent, change who holds what,
 # or take the gradient norm away, and with it the gate for NaN.
@@ -62,6 +62,9 @@ ONLY_VALUES: dict[str, Any] = {
     "mics_shard_size": -1,
     "zenflow": None,
     "compute_grad_norm": True,
+    # Stage 3 would replace torch.nn.functional.linear for the whole process, by one without forward-mode derivatives:
+    # evaluation of the base model needs them.
+    "memory_efficient_linear": False,
 }
 
 
@@ -408,7 +411,8 @@ def resolve_config(accelerator: Accelerator, options: StepOptions, world_size: i
                 f"The DeepSpeed configuration says {key}={config[key]} and the run's arguments make it {value}: "
                 f'remove {key} there or write "auto".'
             )
-    return {**config, **fixed}
+    zero = {**config["zero_optimization"], "memory_efficient_linear": False}
+    return {**config, **fixed, "zero_optimization": zero}
 
 
 def without_auto(section: dict[str, Any]) -> dict[str, Any]:

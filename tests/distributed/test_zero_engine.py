@@ -119,6 +119,12 @@ def test_engines__train_side_by_side_with_settings_of_their_own(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+def test_engine__leaves_torch_as_it_was(config):
+    """By default stage 3 replaces torch's linear by one that evaluation in forward mode cannot go through."""
+    assert launched(config)["together"]["linear_is_torchs"]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_engine__leaves_no_memory_behind(config):
     found = launched(config)["memory"]
     assert found["left"] == [0, 0, 0], "engine, optimizer or model outlive their use"
@@ -148,7 +154,7 @@ def test_resolve_config__writes_clipping_out_and_drops_auto():
     }
     found = resolve(given)
     assert found["gradient_clipping"] == 0.0
-    assert found["zero_optimization"] == {"stage": 3, "sub_group_size": 7}
+    assert found["zero_optimization"] == {"stage": 3, "sub_group_size": 7, "memory_efficient_linear": False}
     assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (2, 1)
     assert given["gradient_clipping"] == "auto", "the next engine has settings of its own"
 

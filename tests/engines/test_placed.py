@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from gradiend_dist.engines import GradiendBatch, StepOptions, placed
 from gradiend_dist.engines.placed import PlacedEngine
 from gradiend_dist.model import GradiendModel
+from gradiend_dist.space import Part
 
 N = 103
 ACTIVATIONS = ["tanh", "relu", "leakyrelu", "gelu", "silu", "elu", "sigmoid", "smht", "id"]
@@ -480,3 +483,88 @@ def test_stand_in_devices__allow_what_a_gpu_allows():
         moved = (a.to(b.device) + b) * torch.tensor(2.0) + torch.zeros((), device="cuda:0")
         assert (str(moved.device), str(a.device), str(moved[1:].data.device)) == ("cuda:0", "cuda:1", "cuda:0")
         assert str(torch.zeros_like(a).device) == "cuda:1" == str(b.to(a).device)
+
+
+# --- parts of n
+
+
+class Meeting:
+    """Engines in threads that add up as ranks do: everyone's sums, in the order of the ranks, for everyone."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.sums: list[Any] = [None] * world_size
+
+    def total(self, rank: int, partial: Tensor) -> Tensor:
+        self.sums[rank] = partial
+        self.barrier.wait()
+        found = torch.stack(self.sums).sum(0)
+        self.barrier.wait()  # nobody overwrites what another still reads
+        return found
+
+
+class PartEngine(PlacedEngine):
+    def __init__(self, model: GradiendModel, chosen: StepOptions, meeting: Meeting, rank: int) -> None:
+        super().__init__(model, chosen)
+        self.meeting, self.rank = meeting, rank
+
+    def total(self, partial: Tensor) -> Tensor:
+        return self.meeting.total(self.rank, partial)
+
+
+def take_part(batch: GradiendBatch, part: Part) -> GradiendBatch:
+    source, target = (torch.stack([part.take(row) for row in rows]) for rows in (batch.source, batch.target))
+    return GradiendBatch(source, target, batch.label)
+
+
+PARTS = {
+    "two": [Part.even(N, rank, 2) for rank in range(2)],
+    "interleaved": [Part(N, ((0, 20), (60, 70))), Part(N, ((20, 60), (70, N)))],
+    "one of nothing": [Part(N, ((0, 50),)), Part(N, ((50, 50),)), Part(N, ((50, N),))],
+}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
+@pytest.mark.parametrize(("mode", "changes"), MODES, ids=str)
+def test_step__parts_of_n_together_are_the_whole(parts, sizes, mode, changes):
+    """Fails if a sum over n does not go through `total`, has another length on a rank of nothing, or is added twice."""
+    whole = PlacedEngine(make_model(**changes), options(**mode))
+    meeting = Meeting(len(parts))
+    engines = [
+        PartEngine(make_model(part=part, **changes), options(**mode), meeting, rank) for rank, part in enumerate(parts)
+    ]
+    with ThreadPoolExecutor(len(parts)) as threads:
+        for step in range(4):
+            batches = make_batches(sizes, seed=step)
+            expected = whole.step(batches, 1e-2)
+            steps = [
+                threads.submit(engine.step, [take_part(batch, engine.part) for batch in batches], 1e-2)
+                for engine in engines
+            ]
+            results = [one.result() for one in steps]
+            assert all(torch.equal(result, results[0]) for result in results)
+            torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-7)
+    for engine in engines:
+        for name, tensor in engine.model.state_dict().items():
+            wanted = whole.model.state_dict()[name]
+            if name.startswith("encoder") and name.endswith("weight"):
+                wanted = torch.stack([engine.part.take(row) for row in wanted])
+            elif name.startswith("decoder"):
+                wanted = engine.part.take(wanted)
+            torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
+@pytest.mark.parametrize("latent_dim", [1, 2])
+@pytest.mark.parametrize("decoder", ["id", "tanh"])
+def test_step__a_part_of_nothing_adds_zeros(sizes, latent_dim, decoder):
+    """A rank that owns no entry still takes part in every sum: alone, its loss and norms are zero."""
+    generator = torch.Generator().manual_seed(2)
+    part = Part(10, ((4, 4),))
+    model = GradiendModel(10, latent_dim, part=part, activation_decoder=decoder, generator=generator)
+    batches = [GradiendBatch(torch.zeros(k, 0), torch.zeros(k, 0), torch.ones(k, 1)) for k in sizes]
+    engine = PlacedEngine(model, options(max_grad_norm=0.1))
+    assert list(engine.chunks(torch.device("cpu"))) == []
+    assert torch.equal(engine.step(batches, 1e-2), torch.zeros(4))
