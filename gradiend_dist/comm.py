@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from gradiend_dist.errors import UserError
 
@@ -86,7 +87,7 @@ class Comm:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             timeout=timeout,
             control=control,
-            store=dist.PrefixStore("gradiend_dist", dist.distributed_c10d._get_default_store()),
+            store=PrefixStore("gradiend_dist", _get_default_store()),
         )
 
     # --- numbers of a step
@@ -224,7 +225,7 @@ class Comm:
         fine, found = pickle.loads(self._await(key, f"rank 0 ({what})"))
         if not fine:
             raise PeerError
-        return found  # type: ignore[no-any-return]
+        return found
 
     def meet(self, what: str) -> None:
         """Go on when every rank is here."""

@@ -19,6 +19,7 @@ import random
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -336,6 +337,8 @@ class StateKeeper:
             tensors.update({f"{seed}.{name}": t.detach().to("cpu", copy=True) for name, t in state.same.items()})
         if not tensors:
             return None
+        if self.comm.is_alone:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is what we ask for
         found = async_save(
             tensors,
             storage_writer=FileSystemWriter(partial / "tensors", single_file_per_rank=True),

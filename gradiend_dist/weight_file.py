@@ -138,7 +138,7 @@ def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _write_at(descriptor: int, block: Tensor, offset: int) -> None:
-    data = memoryview(block.view(torch.uint8).numpy())
+    data = memoryview(block.view(torch.uint8).numpy().data)
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

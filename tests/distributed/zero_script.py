@@ -30,7 +30,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.model import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace
 
-NUM_STEPS = 8
+NUM_STEPS = 6
 LINEAR = torch.nn.functional.linear
 
 
