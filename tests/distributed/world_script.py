@@ -1,0 +1,174 @@
+"""Trains every case, one after another, on however many ranks it was started: see test_world_size.py.
+
+    python world_script.py MODELS RESULTS [CASE ...]
+
+MODELS holds the base models that `save_models` writes; results go to RESULTS/<case>.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import tiny
+import torch
+
+from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, gradients
+from gradiend_dist.engines import placed
+from gradiend_dist.reduction import Buckets
+from gradiend_dist.spread import launched
+
+TIMEOUT = 60
+"""Seconds after which ranks that wait for each other in vain give up."""
+# So that vectors of a few thousand entries travel in several buckets and are worked on in several chunks.
+BUCKET, CHUNK = 700, 1000
+
+PRUNE = PrePruneConfig(n_samples=7, topk=0.1, source="diff")
+DEFAULTS: dict[str, Any] = {
+    "train_batch_size": 5,
+    "train_max_size": 15,
+    "encoder_eval_max_size": 5,
+    "max_steps": 5,
+    "eval_steps": 2,
+    "learning_rate": 1e-2,
+    "max_seeds": 1,
+    "min_convergent_seeds": None,
+    "keep_seed_runs": True,
+    "ddp_timeout": TIMEOUT,
+}
+PRONOUNS = {"M": "he", "F": "she", "N": "they"}
+REFLEXIVES = {"M": "himself", "F": "herself", "N": "themselves"}
+
+
+@dataclass(frozen=True)
+class Case:
+    base: str = "bert"
+    args: dict[str, Any] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=lambda: PRONOUNS)
+    classes: tuple[str, str] = ("M", "F")
+    like: str | None = None
+    """The case whose result this one must have: it is only computed in another way."""
+
+
+def case(base: str = "bert", *, like: str | None = None, **args: Any) -> Case:
+    return Case(base, args, like=like)
+
+
+# Two and a half vectors of each item's gradients fit: some are kept, some not.
+def partly_kept(num_vectors: float, size: int, ranks: int) -> float:
+    """GiB for so many vectors of the largest part, less one number: parts that differ by one must decide alike."""
+    return (4 * num_vectors * -(-size // ranks) - 4) / 2**30
+
+
+SEEDS: dict[str, Any] = {"max_seeds": 3, "pre_prune_config": PRUNE}
+EASY: dict[str, Any] = {"convergent_score_threshold": 0.0, "convergent_mean_by_class_threshold": None}
+CASES: dict[str, Case] = {
+    "plain": case(),
+    "causal": case("gpt2"),
+    "causal_untied": case("llama"),
+    "pruned": case(pre_prune_config=PRUNE),
+    "pruned_causal": case("gpt2", pre_prune_config=PRUNE),
+    "pruned_by_threshold": case(pre_prune_config=PrePruneConfig(n_samples=3, threshold=0.05, source="alternative")),
+    "batch_of_3": case(gradiend_batch_size=3),
+    "accumulation": case(gradiend_batch_size=2, gradient_accumulation_steps=2, pre_prune_config=PRUNE),
+    "seeds_in_lockstep": case(**SEEDS, seeds_in_parallel=True),
+    "seeds_in_sequence": case(**SEEDS, seeds_in_parallel=False, like="seeds_in_lockstep"),
+    "enough_seeds": case(**{**SEEDS, **EASY, "min_convergent_seeds": 2}, seed_stability_topk=20),
+    "seeds_pruned_each": case(**{**SEEDS, "max_seeds": 2}, compat="gradiend-0.2"),
+    "post_pruned": case(pre_prune_config=PRUNE, post_prune_config=PostPruneConfig(topk=37, part="decoder-sum")),
+    "identity_rows": case(add_identity_for_other_classes=True, max_steps=7),
+    "supervised_encoder": case(supervised_encoder=True),
+    "supervised_decoder": case(supervised_decoder=True, pre_prune_config=PRUNE),
+    "factual": case(source="factual", target="factual"),
+    "from_diff": case("gpt2", source="diff", target="alternative", pre_prune_config=PRUNE),
+    "nothing_kept": case(gradient_store_gib=0.0, like="plain"),
+    "nothing_kept_causal": case("gpt2", gradient_store_gib=0.0, like="causal"),
+    "clipped": case(max_grad_norm=1e-3, adam_epsilon=1e-4, gradiend_batch_size=2),
+    "latent_dim_2": case(latent_dim=2, activation_encoder="gelu", gradiend_batch_size=2),
+    "no_decoder_bias": case(bias_decoder=False, activation_decoder="tanh", pre_prune_config=PRUNE),
+    "kept_on_disk": case(use_cached_gradients=True, gradient_store_gib=0.0, like="plain"),
+    "two_rows": case(train_batch_size=2, max_steps=7),
+    "micro_batches": case(base_micro_batch_size=1, like="plain"),
+    "two_entries": case(pre_prune_config=PrePruneConfig(n_samples=4, topk=2), learning_rate=1e-1),
+    "one_weight": case(params=["*.layer.1.output.LayerNorm.bias"], learning_rate=1e-1),
+    "words_of_several_tokens": Case("bert", {"gradiend_batch_size": 2}, REFLEXIVES, ("M", "N")),
+    "partly_kept": case(like="plain"),
+}  # fmt: skip
+
+
+def save_models(directory: Path) -> None:
+    """The base models of all cases."""
+    tokenizers = {
+        "bert": tiny.wordpiece_tokenizer(),
+        "gpt2": tiny.byte_level_tokenizer(),
+        "llama": tiny.metaspace_tokenizer(),
+    }
+    for number, (family, tokenizer) in enumerate(tokenizers.items()):
+        model = tiny.base_model(family, len(tokenizer), seed=number)
+        model.save_pretrained(directory / family)  # type: ignore[operator]
+        tokenizer.save_pretrained(str(directory / family))
+
+
+def frames(words: dict[str, str]) -> dict[str, pd.DataFrame]:
+    """Rows of each class, with words that every tokenizer of `tiny` knows."""
+    subjects, endings = ("the man", "the woman", "the nurse", "the doctor"), ("was tired", "left home early", "was old")
+    found = {}
+    for number, (name, word) in enumerate(words.items()):
+        rows = [
+            {"masked": f"{subject} said that [MASK] {ending}{close}", "label": word}
+            for subject, ending, close in itertools.product(subjects, endings, (" today .", " .", ", and left ."))
+        ]
+        rows = rows[number:] + rows[:number]
+        for place, row in enumerate(rows):
+            row["split"] = ("train", "train", "validation", "train", "test")[place % 5]
+        found[name] = pd.DataFrame(rows)
+    return found
+
+
+def train(case: Case, models: Path, results: Path) -> dict[str, Any]:
+    args = TrainingArguments(**{**DEFAULTS, **case.args, "experiment_dir": str(results)})
+    trainer = TextPredictionTrainer(
+        str(models / case.base), data=frames(case.words), target_classes=list(case.classes), args=args
+    )
+    trainer.train()
+    stats = trainer.workbench.gradients(trainer.get_model().gradiend.space).store
+    evaluated = trainer.evaluate_encoder("test", neutral=True)
+    return {"evaluated": evaluated, "kept": [stats.hits, stats.misses]}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING)
+    models, results = Path(sys.argv[1]), Path(sys.argv[2])
+    gradients.Buckets = functools.partial(Buckets, size=BUCKET)  # type: ignore[misc, assignment]
+    placed.CHUNK = CHUNK
+    launch = launched(float(TIMEOUT))
+    found: dict[str, Any] = {"launch": {"engine": launch.engine, "ranks": launch.comm.world_size,
+                                        "shards_base": launch.shards_base}, "seconds": {}}  # fmt: skip
+    for name in sys.argv[3:] or CASES:
+        chosen = CASES[name]
+        if name == "partly_kept":
+            largest = launch.comm.world_size
+            chosen = case(gradient_store_gib=partly_kept(4, 4173, largest))
+        start = time.monotonic()
+        found[name] = train(chosen, models, results / name)
+        found["seconds"][name] = round(time.monotonic() - start, 2)
+        if launch.comm.is_first:
+            print(f"{name}: {found['seconds'][name]} s", flush=True)
+    if launch.comm.is_first:
+        (results / "found.json").write_text(json.dumps(found, default=float))
+    launch.comm.meet("writing results")
+    os._exit(0)  # DeepSpeed and FSDP take their time to go
+
+
+if __name__ == "__main__":
+    main()
