@@ -302,9 +302,6 @@ class Comm:
         return f"{whom} ({lost}): see its log; the same command goes on from the last saved state"
 
 
-def require_same(comm: Comm, name: str, value: Any) -> None:
-    """Every rank must have been started alike."""
-    found = comm.gather(value)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise UserError(f"{name} is {found[0]!r} on rank 0 and {other!r} on rank {rank}: start all ranks alike.")
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Did a collective of FSDP's or DeepSpeed's fail because a rank is gone? They raise what gloo and NCCL raise."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection"))

@@ -66,6 +66,7 @@ def _join(timeout: float) -> Launch:
     if world_size == 1 and not deepspeed:
         return Launch("placed", Comm(timeout=timeout))
     from accelerate import Accelerator, InitProcessGroupKwargs
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     on_cpu = not torch.cuda.is_available() or _is_on("ACCELERATE_USE_CPU")
     if on_cpu and deepspeed:
@@ -73,6 +74,10 @@ def _join(timeout: float) -> Launch:
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=timedelta(seconds=timeout))
     # cpu=True would silently drop DeepSpeed; without it, and with gloo named, both are honoured.
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, kwargs_handlers=[group])
+    if deepspeed:
+        # It is for encoder and decoder alone: under stage 3 transformers would cut the base model as well.
+        unset_hf_deepspeed_config()
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     comm = Comm.join(timeout)
     if comm.world_size != world_size or accelerator.num_processes != world_size:
         raise UserError(

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from gradiend_dist import arguments
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, help_field
-from gradiend_dist.comm import Comm, PeerError, PeerLost
+from gradiend_dist.comm import Comm, PeerError, PeerLost, is_lost_peer
 from gradiend_dist.command_line import CommandParser, with_numbers
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
@@ -265,6 +265,12 @@ def attempt(command: Command, interrupt: Interrupt) -> tuple[int, str | None]:
             "gradient_store_gib, pass seeds_in_parallel=false, or launch on more GPUs."
         )
         return 1, words if comm.speaks() else None
+    except RuntimeError as error:
+        if comm.is_alone or not is_lost_peer(error):
+            comm.speaks()
+            raise
+        interrupt.ignore()
+        return 1, comm.last_words(PeerLost("exchanging weights or gradients"))
     except BaseException:
         comm.speaks()  # the traceback tells; the other ranks need not
         raise

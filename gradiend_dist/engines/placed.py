@@ -101,13 +101,13 @@ class PlacedEngine(Engine):
             label = items.label.to(self.model.device_decoder, self.model.torch_dtype)
             return label, lambda d_latent: d_latent, torch.zeros((), dtype=torch.float64)
         weight, single = self.encoder_weight, len(items) == 1
-        found: list[tuple[Tensor, ...]] = []
+        size = len(items) * len(weight)
+        found = Sums(size + single, weight.device)
         for chunk in self.chunks(weight.device):
             source = items.source(chunk)
             product = dot(source, weight[:, chunk])
-            found.append((product, square(source)) if single else (product,))
-        size = len(items) * len(weight)
-        sums = self.total(add_up(found, size + single, weight.device))
+            found.add(*((product, square(source)) if single else (product,)))
+        sums = self.total(found.values)
         pre = sums[:size].view(len(items), -1).to(weight.dtype) + self.encoder_bias
         pre.requires_grad_(True)
         with torch.enable_grad():
@@ -121,18 +121,18 @@ class PlacedEngine(Engine):
     def _reduce_decoder(self, items: StepItems, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum over n the loss, dloss/dh [K, m], and the squares of the decoder's gradients."""
         weighted, single = latent * items.factors, len(items) == 1
-        found: list[tuple[Tensor, ...]] = []
+        size = latent.numel()
+        found = Sums(size + 3 - single, latent.device)
         for chunk in self.chunks(latent.device):
             error, r = self._errors(items, latent, chunk)
             d_latent = dot(r, self.decoder_weight[chunk].T)
             if single:  # factors are applied to sums: |f r h| = f |r| |h|
                 loss = square(error)
-                found.append((d_latent, loss, loss if r is error else square(r)))
+                found.add(d_latent, loss, loss if r is error else square(r))
             else:
                 loss = items.factors[:, 0] @ error.square().sum(1)
-                found.append((d_latent, loss, square(items.factors[:, 0] @ r), square(outer(r, weighted))))
-        size = latent.numel()
-        sums = self.total(add_up(found, size + 3 - single, latent.device))
+                found.add(d_latent, loss, square(items.factors[:, 0] @ r), square(outer(r, weighted)))
+        sums = self.total(found.values)
         d_latent, loss, bias_square = sums[:size].view_as(latent) * items.factors, sums[size], sums[size + 1]
         if single:
             factor = items.factors.double().squeeze()
@@ -167,8 +167,10 @@ class PlacedEngine(Engine):
         if len(items) == 1:
             return d_encoder.double().square().sum() * (source_square + 1.0)
         at = d_encoder.device
-        found = [(square(outer(d_encoder, items.source(chunk))),) for chunk in self.chunks(at)]
-        return self.total(add_up(found, 1, at))[0] + square(d_encoder.sum(0))
+        found = Sums(1, at)
+        for chunk in self.chunks(at):
+            found.add(square(outer(d_encoder, items.source(chunk))))
+        return self.total(found.values)[0] + square(d_encoder.sum(0))
 
     def _update(
         self,
@@ -182,8 +184,7 @@ class PlacedEngine(Engine):
         """Clip, update and return what `step` does."""
         scale, not_finite = self._gate(loss, norm)
         at_encoder, at_decoder = self.model.device_encoder, self.model.device_decoder
-        encoder_squares: list[tuple[Tensor]] = []
-        decoder_squares: list[tuple[Tensor]] = []
+        encoder_squares, decoder_squares = Sums(1, at_encoder), Sums(1, at_decoder)
         self.encoder_optimizer.begin(learning_rate, not_finite.to(at_encoder))
         self.decoder_optimizer.begin(learning_rate, not_finite.to(at_decoder))
         if d_encoder is not None:
@@ -194,14 +195,13 @@ class PlacedEngine(Engine):
             if d_encoder is not None:
                 for row, gradient in enumerate(outer(d_encoder, items.source(chunk))):
                     self.encoder_optimizer.update(row, chunk, gradient)
-            encoder_squares.append((square(self.encoder_weight[:, chunk]),))
+            encoder_squares.add(square(self.encoder_weight[:, chunk]))
         latent, factors = latent.to(at_decoder), items.factors * scale
         for chunk in self.chunks(at_decoder):
             if self.trains_decoder:
                 self._update_decoder(items, latent, factors, chunk)
-            decoder_squares.append((square(self.decoder_weight[chunk]),))
-        encoder_square = add_up(encoder_squares, 1, at_encoder).to(at_decoder)
-        squares = self.total(torch.cat([encoder_square, add_up(decoder_squares, 1, at_decoder)]))
+            decoder_squares.add(square(self.decoder_weight[chunk]))
+        squares = self.total(torch.cat([encoder_squares.values.to(at_decoder), decoder_squares.values]))
         return torch.cat([torch.stack([loss, norm]), squares.sqrt().float()])
 
     def _update_decoder(self, items: StepItems, latent: Tensor, factors: Tensor, chunk: slice) -> None:
@@ -308,11 +308,15 @@ def square(a: Tensor) -> Tensor:
     return torch.dot(flat, flat)
 
 
-def add_up(found: Sequence[tuple[Tensor, ...]], size: int, device: torch.device) -> Tensor:
-    """Sums over the chunks in float64 of what was found in each, one behind the other [size]; zeros without a chunk.
+class Sums:
+    """Sums over the chunks, in float64, of what is found in each.
 
-    Adding them chunk by chunk would cost one more call for every number of every chunk.
+    They are added at once: small tensors that stay behind between the large ones of each chunk would keep malloc from
+    using those again, and a step would take 8 bytes per weight more.
     """
-    if not found:
-        return torch.zeros(size, dtype=torch.float64, device=device)
-    return torch.cat([torch.stack(each).sum(0, dtype=torch.float64).view(-1) for each in zip(*found, strict=True)])
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.values = torch.zeros(size, dtype=torch.float64, device=device)
+
+    def add(self, *found: Tensor) -> None:
+        self.values += found[0].view(-1) if len(found) == 1 else torch.cat([each.view(-1) for each in found])
