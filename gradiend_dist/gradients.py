@@ -425,6 +425,8 @@ class GradientStore:
     budget_bytes: int
     directory: Path | None = None
     """Directory of this model, tokenizer, space and objective (see `store_directory`); None: memory only."""
+    bytes_per_vector: int | None = None
+    """What a vector counts for: on every rank the largest rank's, so that all keep the same. None: what it has."""
     used_bytes: int = 0
     hits: int = 0
     misses: int = 0
@@ -451,7 +453,7 @@ class GradientStore:
             self._write(item_key, kind, vector)
 
     def _remember(self, item_key: str, kind: str, vector: Tensor) -> None:
-        size = vector.numel() * vector.element_size()
+        size = self.bytes_per_vector or vector.numel() * vector.element_size()
         if self.has_room(size) and (item_key, kind) not in self._memory:
             self._memory[item_key, kind] = vector
             self.used_bytes += size
@@ -524,6 +526,7 @@ class GradientSource:
     def __init__(self, base: BaseGradients, store: GradientStore) -> None:
         self.base = base
         self.store = store
+        self.store.bytes_per_vector = 4 * base.largest_part
         self._scratch: dict[str, Tensor] = {}
 
     def get(self, item: Item, kinds: Sequence[str], *, keep: bool) -> dict[str, Tensor]:

@@ -70,8 +70,7 @@ class MaskedObjective:
         before = template.split(self.mask_placeholder, 1)[0]
         spaced = word if self.as_reference or not before[-1:].isspace() else f" {word}"
         wanted = tokenizer(spaced, add_special_tokens=False)["input_ids"]
-        if not wanted:
-            raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
+        require_known(tokenizer, word, wanted, as_reference=self.as_reference)
         text = template.replace(self.mask_placeholder, tokenizer.mask_token)
         if text.count(tokenizer.mask_token) == 1:
             text = text.replace(tokenizer.mask_token, " ".join([tokenizer.mask_token] * len(wanted)))
@@ -116,7 +115,8 @@ class CausalObjective:
 
     def cloze(self, template: str, word: str) -> Cloze:
         prefix = template.split(self.mask_placeholder, 1)[0]
-        if not word.strip() or not self.tokenizer(word, add_special_tokens=False)["input_ids"]:
+        alone = self.tokenizer(word, add_special_tokens=False)["input_ids"] if word.strip() else []
+        if not alone:
             raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
         return (self._early if self.as_reference else self._following)(prefix, word, template)
 
@@ -137,6 +137,7 @@ class CausalObjective:
                 "or use a masked model."
             )
         context, wanted = whole[:split], whole[split]
+        require_known(self.tokenizer, word, [wanted], as_reference=False)
         start = max(0, split - self.max_length)  # the words next to the blank matter most
         return Cloze(tuple(context[start:]), (split - start - 1,), (wanted,))
 
@@ -153,6 +154,13 @@ class CausalObjective:
                 "trains on zeros: remove the row, or leave compat out."
             )
         return Cloze(tuple(ids), (len(ids) - 2,), (wanted,))
+
+
+def require_known(tokenizer: Any, word: str, tokens: list[int], *, as_reference: bool) -> None:
+    """A word that the tokenizer cannot spell would be trained on as [UNK], as every other such word."""
+    unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens and not as_reference
+    if not tokens or (unknown and tokenizer.unk_token_id != tokenizer.eos_token_id):
+        raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
 
 
 Objective = MaskedObjective | CausalObjective

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradiend_dist.devices import placement_of
 from gradiend_dist.files import read_json
 from gradiend_dist.loop import Plan
 from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.seeds import REPORT
+from gradiend_dist.spread import Spread
 
 if TYPE_CHECKING:
     from gradiend_dist.plan import Forecast
@@ -24,8 +24,10 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
     rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
     schedule = make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=args.behaviour.reference_data)
     steps = Plan.of(args, schedule)
-    placement = placement_of(args)
     from gradiend_dist.plan import gib
+
+    spread = Spread.of(args)
+    where = str(spread.placement) if trainer.comm.is_alone else f"{spread.launch}, rank 0 on {spread.placement.encoder}"
 
     lines = [
         ("model", trainer.base_model_name),
@@ -35,9 +37,9 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
         ("optimizer steps per seed", f"{steps.total_steps} in {steps.num_epochs} epochs"),
         ("seeds", f"up to {args.max_seeds}, from {args.first_seed}"),
         *needs.lines(),
-        ("memory needed / free", f"{gib(needs.memory)} / {gib(free_bytes(placement.encoder))}"),
-        ("placement", str(placement)),
-        ("results", str(trainer.experiment_dir or trainer.model_path)),
+        ("memory needed / free", f"{gib(needs.memory)} / {gib(free_bytes(spread.placement.encoder))}"),
+        ("placement", where),
+        ("results", str(trainer.experiment_dir or args.output_dir or "a temporary directory")),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(["The plan (nothing was trained):", *(f"  {name:<{width}}  {value}" for name, value in lines)])

@@ -123,8 +123,7 @@ class Spread:
             logger.info("one process: %s", placement)
             if torch.cuda.device_count() > 1:
                 logger.info(
-                    "several GPUs are visible: accelerate launch --config_file accelerate_configs/multi_gpu.yaml "
-                    "--num_processes %d uses all of them at the same time",
+                    "%d GPUs are visible; launch/single_node.sh --engine multi_gpu uses all of them at the same time",
                     torch.cuda.device_count(),
                 )
             return cls(launch, placement)

@@ -180,7 +180,9 @@ def output_paths(trainer: TextPredictionTrainer) -> dict[str, Path]:
     """Where a run will write, by the argument that says so."""
     given = {"output_dir": trainer.args.output_dir, "seed_runs_dir": trainer.args.seed_runs_dir}
     paths = {name: Path(value) for name, value in given.items() if value is not None}
-    return {"experiment_dir": trainer.experiment_dir or trainer.model_path, **paths}
+    if trainer.experiment_dir is not None:
+        paths["experiment_dir"] = trainer.experiment_dir
+    return paths
 
 
 class KeepConfig(TrainerCallback):

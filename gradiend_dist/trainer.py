@@ -207,6 +207,8 @@ class TextPredictionTrainer:
     def check(self) -> None:
         """Raise for all that is wrong and can be known before a weight is loaded; nothing is written."""
         check_before_training(self.args, self.data)
+        if self.experiment_dir is None and None in (self.args.output_dir, self.args.seed_runs_dir):
+            return  # a new temporary directory will hold nothing yet
         seed_paths = [self.places.seed(self.args.first_seed + i, self.args) for i in range(self.args.max_seeds)]
         for path in (self.model_path, *seed_paths):
             check_replaceable(path)

@@ -14,7 +14,7 @@ Sums over n go through `total`: here they are complete, in `sliced.py` every ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch

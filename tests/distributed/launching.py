@@ -27,6 +27,7 @@ LOCAL = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "offline",
+    "TQDM_DISABLE": "1",
 }
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
