@@ -611,7 +611,9 @@ def model_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256(repr(settings).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        # A shard alone would not tell a change in another rank's; all ranks ask, for one weight at a time.
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

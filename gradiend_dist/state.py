@@ -147,6 +147,7 @@ class StateKeeper:
         self.directory, self.comm, self.keep, self.save_steps = directory, comm, keep, save_steps
         self.interrupt = interrupt
         self.run: dict[str, Any] = {}
+        self._spaces: dict[str, ParameterSpace] = {}
         self._saving: Saving | None = None
         self._group: Any = None
         self._next_look, self._last_look = 0, (0, time.monotonic())
@@ -172,7 +173,6 @@ class StateKeeper:
             return True
         run = {**wanted, "tracker_run_id": secrets.token_hex(8), "seeds_done": [], "promoted": False}
         self.run = self.comm.decide(run)
-        self._write_run()
         return False
 
     def _require_same(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -188,11 +188,18 @@ class StateKeeper:
             raise UserError(f"{where} of engine {found['engine']}, now it is {wanted['engine']}: {remedy}.")
 
     def _write_run(self) -> None:
+        """Not before there is something to go on from: a run that is refused early leaves nothing behind."""
+
         def write() -> None:
             assert self.directory is not None
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for name, space in self._spaces.items():
+                self._write_space(name, space)
             write_json(self.directory / RUN, self.run)
 
-        self.comm.first("writing the state of the run", write)
+        with explained(self.directory or Path()):
+            self.comm.first("writing the state of the run", write)
+        self._spaces.clear()
 
     @property
     def seeds_done(self) -> list[int]:
@@ -229,18 +236,15 @@ class StateKeeper:
     # --- the pruned space
 
     def keep_space(self, name: str, space: ParameterSpace) -> None:
-        if self.directory is None:
-            return
+        """It is written when there is a state that needs it."""
+        self._spaces[name] = space
 
-        def write() -> None:
-            assert self.directory is not None
-            selected = [(weight.name, weight.shape, weight.selected) for weight in space.weights]
-            partial = self.directory / f".{name}_{SPACE}"
-            with explained(partial):
-                torch.save(selected, partial)
-                partial.replace(self.directory / f"{name}_{SPACE}")
-
-        self.comm.first("keeping the pruned space", write)
+    def _write_space(self, name: str, space: ParameterSpace) -> None:
+        assert self.directory is not None
+        selected = [(weight.name, weight.shape, weight.selected) for weight in space.weights]
+        partial = self.directory / f".{name}_{SPACE}"
+        torch.save(selected, partial)
+        partial.replace(self.directory / f"{name}_{SPACE}")
 
     def find_space(self, name: str) -> ParameterSpace | None:
         if self.directory is None:
@@ -297,8 +301,9 @@ class StateKeeper:
         """Save the state after `step`; the copy to disk goes on in the background unless `wait`."""
         assert self.directory is not None
         self._finish_saving()
-        directory = self.directory
-        partial = directory / f".step_{step:08d}.partial"
+        if self._spaces or not self.comm.decide((self.directory / RUN).is_file()):
+            self._write_run()
+        partial = self.directory / f".step_{step:08d}.partial"
         self.comm.first("preparing a state", lambda: _make(partial))
         if not self.comm.all_agree(partial.is_dir()):
             self._warn_unshared()

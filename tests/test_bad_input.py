@@ -33,9 +33,9 @@ from gradiend_dist import (
     TextPredictionTrainer,
     TrainingArguments,
     UserError,
-    checkpoint,
     create_model_with_gradiend,
     train,
+    weight_file,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -761,27 +761,21 @@ def test_output__on_a_disk_without_room_is_refused(
     assert_says(refusal(stage, capsys), (f"experiment_dir={stage.runs}", "0.0 MiB are free", "pre_prune_config"))
 
 
-DISK_FULL = {
-    "OSError": OSError(errno.ENOSPC, "No space left on device"),
-    "SafetensorError": SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-}
-
-
 @pytest.mark.parametrize("at", ["model_best", "model"])
-@pytest.mark.parametrize("error", DISK_FULL.values(), ids=list(DISK_FULL))
 def test_disk_full__in_the_middle_is_one_line_and_costs_no_model(
-    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, at: str
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """While a checkpoint is written, or the promoted model. What was promoted before stays, and so does the best
     checkpoint of this run; half-written directories do not."""
 
-    def save(tensors: dict[str, torch.Tensor], path: str, **options: Any) -> None:
-        if Path(path).parent.name.startswith(f".{at}.partial"):
-            Path(path).write_bytes(b"half a fi")
-            raise error
-        save_file(tensors, path, **options)
+    write = weight_file._write
 
-    monkeypatch.setattr(checkpoint, "save_file", save)
+    def fail(path: Path, *rest: Any) -> None:
+        if path.parent.name.startswith(f".{at}.partial"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *rest)
+
+    monkeypatch.setattr(weight_file, "_write", fail)
     before = content(stage.runs / "model")
     assert train.main(stage.command()) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -799,7 +793,7 @@ def test_disk_full__of_cached_gradients_is_one_line(
 ) -> None:
     def save(_tensors: dict[str, torch.Tensor], path: str, **_options: Any) -> None:
         Path(path).write_bytes(b"half a fi")
-        raise DISK_FULL["SafetensorError"]
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("gradiend_dist.gradients.save_file", save)
     stage.changes = {"use_cached_gradients": True}
@@ -877,20 +871,6 @@ def test_save_pretrained__never_replaces_what_is_no_model(stage: Stage) -> None:
 # --- several processes, and the command as a process of its own
 
 
-@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-@pytest.mark.usefixtures("no_weights")
-def test_processes__more_than_one_are_refused_by_the_first_alone(
-    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", rank)
-    assert train.main(stage.command()) == 2
-    written = capsys.readouterr().err.splitlines()
-    assert len(written) == lines
-    if written:
-        assert_says(written[0], (PREFIX, "WORLD_SIZE=2", "--num_processes 1"))
-
-
 PROCESSES: list[tuple[str, Callable[[Stage], None], tuple[str, ...]]] = [
     ("argument", lambda stage: stage.changes.update(learning_rate=0), ("learning_rate=0.0", "1e-5")),
     ("flag", _flags("--learnig_rate", "1"), ("--learnig_rate", "did you mean")),
@@ -923,7 +903,7 @@ def test_message__of_several_lines_becomes_one(
 ) -> None:
     """Sentences quote other libraries, which write what they like."""
 
-    def run(_command: Any) -> int:
+    def run(_command: Any, _interrupt: Any) -> int:
         raise UserError("the library says:\n\n  something\n  over several lines")
 
     monkeypatch.setattr(train, "run", run)

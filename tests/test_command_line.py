@@ -34,7 +34,7 @@ add_identity_for_other_classes class_merge_map class_merge_transition_groups mas
 
 params prediction_objective latent_dim activation_encoder activation_decoder bias_decoder torch_dtype bf16 fp16
 trust_remote_code device device_encoder device_decoder device_base_model encoder_decoder_same_device
-use_cached_gradients gradient_store_gib
+ddp_timeout use_cached_gradients gradient_store_gib
 
 source target train_batch_size base_gradient_batch_size base_micro_batch_size gradiend_batch_size
 gradient_accumulation_steps train_max_size max_length num_train_epochs max_steps learning_rate lr_scheduler_type
@@ -50,7 +50,8 @@ fail_on_non_convergence seed_stability_topk seed_stability_part analyze_seed_sta
 
 pre_prune_config post_prune_config compat metadata
 
-experiment_dir output_dir use_cache save_strategy save_steps save_only_best delete_models logging_steps
+experiment_dir output_dir use_cache save_strategy save_steps save_total_limit resume save_only_best delete_models
+logging_steps
 """.split()
 
 GOOD = ["--model", "m", "--data", "d"]

@@ -311,7 +311,8 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(1, 2), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)]
+    ("before", "after"),
+    [(1, 2), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
 )
 def test_other_world_size__goes_on_to_the_same_result(before, after, run_file, expected, tmp_path):
     """The tolerance is that of float32 sums in another order, which Adam's first steps carry into single weights."""

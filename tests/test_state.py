@@ -1,0 +1,276 @@
+"""Runs that end early and are started again: resumed = uninterrupted, bit for bit, in one process."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
+from gradiend_dist.space import Part
+from gradiend_dist.state import CutTensor, StateKeeper, _generators, _set_generators, link_tree, plain_fields
+
+
+@pytest.fixture(autouse=True)
+def _states_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These runs crash within a living process, where a thread would go on writing what the next run reads."""
+    save = StateKeeper.save
+    monkeypatch.setattr(StateKeeper, "save", lambda self, loop, step, **_: save(self, loop, step, wait=True))
+
+
+class Crash(Exception):
+    pass
+
+
+class CrashAt(TrainerCallback):
+    """Ends the work of the process at a step; None: never."""
+
+    def __init__(self, step: int | None) -> None:
+        self._fuse = (step,)  # a tuple: no part of the state that is saved
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if state.global_step == self._fuse[0]:
+            raise Crash
+
+
+class DrawsNumbers(TrainerCallback):
+    """A user's callback with a history and a need for random numbers."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.drawn.append(random.random() + float(np.random.rand()) + float(torch.rand(())))
+        control.draws = len(self.drawn)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        Path(args.experiment_dir, "drawn.json").write_text(json.dumps(self.drawn))
+
+
+def arguments(directory: Path, **changes: Any) -> TrainingArguments:
+    values = {
+        "experiment_dir": str(directory),
+        "pre_prune_config": PrePruneConfig(n_samples=4, topk=0.05, source="diff"),
+        "train_batch_size": 7,
+        "train_max_size": 40,
+        "encoder_eval_train_max_size": 3,
+        "encoder_eval_max_size": 3,
+        "max_steps": 17,
+        "eval_steps": 4,
+        "save_steps": 5,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "max_seeds": 2,
+        "min_convergent_seeds": None,
+        "seed": 3,
+    }
+    return TrainingArguments(**{**values, **changes})
+
+
+def train(
+    model: Path, frames: dict[str, Any], directory: Path, callbacks: list[TrainerCallback] | None = None, **changes: Any
+) -> TextPredictionTrainer:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)
+    trainer = TextPredictionTrainer(
+        str(model), data=frames, target_classes=["M", "F"], args=arguments(directory, **changes)
+    )
+    return trainer.train(callbacks=callbacks or [])
+
+
+def result(directory: Path) -> tuple[Any, ...]:
+    stats = json.loads((directory / "training_stats.json").read_text())
+    for seed in stats["seeds"].values():
+        del seed["time"]
+    weights = load_file(directory / "model" / "model.safetensors")
+    return stats["best_seed"], stats["seeds"], {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["in sequence", "in lockstep"])
+@pytest.mark.parametrize("step", [5, 9, 17])
+def test_resume__is_bit_for_bit_the_uninterrupted_run(masked_lm, feature_frames, tmp_path, together, step):
+    """Fails if optimizer, schedule, history, best checkpoint, random numbers or a callback's state are not restored."""
+    options = {"seeds_in_parallel": together}
+    train(masked_lm, feature_frames, tmp_path / "a", [DrawsNumbers(), CrashAt(None)], **options)
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path / "b", [DrawsNumbers(), CrashAt(step)], **options)
+    train(masked_lm, feature_frames, tmp_path / "b", [DrawsNumbers(), CrashAt(None)], **options)
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+    assert (tmp_path / "a/drawn.json").read_text() == (tmp_path / "b/drawn.json").read_text()
+    assert not (tmp_path / "b/state").exists()
+
+
+def test_resume__early_stopping_stops_at_the_same_step(masked_lm, feature_frames, tmp_path):
+    """Fails if the patience that was used up before the crash is given again."""
+    options = {"max_seeds": 1, "learning_rate": 1e-7, "eval_steps": 1}
+    early = {"early_stopping_patience": 9, "early_stopping_threshold": 0.5}
+    train(masked_lm, feature_frames, tmp_path / "a", [EarlyStoppingCallback(**early), CrashAt(None)], **options)
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path / "b", [EarlyStoppingCallback(**early), CrashAt(7)], **options)
+    train(masked_lm, feature_frames, tmp_path / "b", [EarlyStoppingCallback(**early), CrashAt(None)], **options)
+    stopped = len(json.loads((tmp_path / "a/training_stats.json").read_text())["losses"])
+    assert stopped < 17
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+
+
+def test_resume__finished_seeds_are_not_trained_again(masked_lm, feature_frames, tmp_path, monkeypatch):
+    class CrashInSecond(CrashAt):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            if (tmp_path / "b/seeds/seed_3").exists():
+                self._fuse = (6,)
+
+    train(masked_lm, feature_frames, tmp_path / "a")
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path / "b", [CrashInSecond(None)])
+    before = (tmp_path / "b/seeds/seed_3/model.safetensors").stat().st_mtime_ns
+    seen = []
+    monkeypatch.setattr("gradiend_dist.seed_training.SeedTraining._complete", _recording(seen))
+    train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)], keep_seed_runs=False)
+    assert seen == [4]
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+    assert before
+
+
+def _recording(seen: list[int]) -> Any:
+    from gradiend_dist.seed_training import SeedTraining
+
+    plain = SeedTraining._complete
+
+    def complete(self: Any, run: Any, loop: Any) -> Any:
+        seen.append(run.seed)
+        return plain(self, run, loop)
+
+    return complete
+
+
+def crash(masked_lm: Path, frames: dict[str, Any], directory: Path, **changes: Any) -> None:
+    with pytest.raises(Crash):
+        train(masked_lm, frames, directory, [CrashAt(12)], **changes)
+
+
+def test_resume__with_another_argument_is_refused_by_its_name(masked_lm, feature_frames, tmp_path):
+    crash(masked_lm, feature_frames, tmp_path)
+    with pytest.raises(UserError, match=r"with learning_rate=0\.003, now it is 0\.004: pass the same.*--resume false"):
+        train(masked_lm, feature_frames, tmp_path, learning_rate=4e-3)
+    feature_frames["M"] = feature_frames["M"].iloc[1:]
+    with pytest.raises(UserError, match="with data="):
+        train(masked_lm, feature_frames, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "state").glob("step*")) == ["step_00000005", "step_00000010"]
+
+
+def test_resume__what_has_no_effect_may_change(masked_lm, feature_frames, tmp_path):
+    train(masked_lm, feature_frames, tmp_path / "a", [CrashAt(None)])
+    crash(masked_lm, feature_frames, tmp_path / "b")
+    train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)], logging_steps=3, base_micro_batch_size=None)
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+
+
+def test_resume__switched_off_starts_anew(masked_lm, feature_frames, tmp_path):
+    crash(masked_lm, feature_frames, tmp_path)
+    train(masked_lm, feature_frames, tmp_path, resume=False, learning_rate=4e-3)
+    assert not (tmp_path / "state").exists()
+
+
+def test_limit__keeps_the_newest_states(masked_lm, feature_frames, tmp_path):
+    crash(masked_lm, feature_frames, tmp_path, save_steps=2, save_total_limit=3)
+    names = sorted(path.name for path in (tmp_path / "state").glob("step*"))
+    assert names == ["step_00000006", "step_00000008", "step_00000010"]
+
+
+def test_strategy_no__saves_no_state(masked_lm, feature_frames, tmp_path):
+    crash(masked_lm, feature_frames, tmp_path, save_strategy="no")
+    assert not (tmp_path / "state").exists()
+
+
+def test_trigger_file__saves_at_once_and_is_taken_away(masked_lm, feature_frames, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradiend_dist.state.LOOK_SECONDS", 0.0)
+
+    class Asks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            if state.global_step == 6:
+                (tmp_path / "SAVE_STATE").touch()
+
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path, [Asks(), CrashAt(9)], save_steps=500)
+    assert [path.name for path in (tmp_path / "state").glob("step*")] == ["step_00000007"]
+    assert not (tmp_path / "SAVE_STATE").exists()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing file", "no marker", "marker is no JSON"])
+def test_damaged_state__is_passed_over_for_the_one_before(masked_lm, feature_frames, tmp_path, damage, caplog):
+    train(masked_lm, feature_frames, tmp_path / "a", [CrashAt(None)])
+    crash(masked_lm, feature_frames, tmp_path / "b")
+    newest = tmp_path / "b/state/step_00000010"
+    if damage == "truncated":
+        file = next((newest / "tensors").glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "missing file":
+        (newest / "progress.pt").unlink()
+    elif damage == "no marker":
+        (newest / "complete.json").unlink()
+    else:
+        (newest / "complete.json").write_text("{")
+    with caplog.at_level("INFO"):
+        train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)])
+    assert "is passed over" in caplog.text and "going on after step 5" in caplog.text
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+
+
+def test_foreign_state__is_refused(masked_lm, feature_frames, tmp_path):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/run.json").write_text('{"format": 99}')
+    with pytest.raises(UserError, match="of another version"):
+        train(masked_lm, feature_frames, tmp_path)
+
+
+def test_refused_run__leaves_no_state(masked_lm, feature_frames, tmp_path):
+    feature_frames["M"].loc[0, "masked"] = "no blank here"
+    with pytest.raises(UserError):
+        train(masked_lm, feature_frames, tmp_path, max_length=1)
+    assert not list(tmp_path.iterdir())
+
+
+# --- parts
+
+
+def test_cut_tensor__tells_its_ranges_of_the_whole():
+    part = Part(10, ((1, 4), (6, 6), (8, 10)))
+    cut = CutTensor.of(torch.arange(10.0).reshape(5, 2), part)
+    assert cut.size() == (10, 2)
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in cut.__create_chunk_list__()]
+    assert chunks == [((1, 0), (3, 2)), ((8, 0), (2, 2))]
+    second = cut.__create_write_items__("x", cut)[1].index
+    assert torch.equal(cut.__get_tensor_shard__(second), torch.arange(6.0, 10.0).reshape(2, 2))
+
+
+def test_generators__come_back():
+    before = _generators()
+    expected = (random.random(), np.random.rand(), torch.rand(3))
+    _set_generators(before)
+    assert (random.random(), np.random.rand()) == expected[:2] and torch.equal(torch.rand(3), expected[2])
+
+
+def test_plain_fields__leave_out_what_no_file_should_hold():
+    class Thing:
+        def __init__(self) -> None:
+            self.number, self.nested, self.tensor, self.function = 3, {"a": [1, None]}, torch.ones(1), print
+
+    assert plain_fields(Thing()) == {"number": 3, "nested": {"a": [1, None]}}
+
+
+def test_link_tree__shares_files_and_survives_a_replacement(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/file").write_text("old")
+    link_tree(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a/file").stat().st_ino == (tmp_path / "b/file").stat().st_ino
+    (tmp_path / "a/file").unlink()
+    (tmp_path / "a/file").write_text("new")
+    assert (tmp_path / "b/file").read_text() == "old"
