@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 USAGE = """usage: gradiend-dist SUBCOMMAND ...
 
   train   train GRADIEND models for a feature (see gradiend-dist train --help)
+  plan    memory per GPU, bytes sent and what fits, for every engine, from a model's configuration alone
   demo    write the embedded example: a small language model, its data and a configuration
 
   --version, --help
@@ -26,7 +27,19 @@ def _demo(argv: Sequence[str]) -> int:
     return main(argv)
 
 
-SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "demo": _demo}
+def _plan(argv: Sequence[str]) -> int:
+    from gradiend_dist.errors import UserError
+    from gradiend_dist.plan import answer
+
+    try:
+        print(answer(argv))
+    except UserError as error:
+        print(f"gradiend-dist plan: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "plan": _plan, "demo": _demo}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -555,16 +555,24 @@ class GradientSource:
             return True
         return missing == 0 or (will_keep and self.store.has_room(4 * self.base.largest_part * missing))
 
-    def fill(self, items: Sequence[Item], kind: str) -> None:
-        """Compute and keep those that are missing, as many at a time as there are ranks."""
+    def prepare(self, items: Sequence[Item], kinds: Sequence[str]) -> None:
+        """Compute and keep those that are missing, a whole item on each rank: for items that will be wanted soon.
+
+        Where an item's rows are split over the ranks instead, a pass has few rows, and ranks without one have no work.
+        """
+        kinds = list(dict.fromkeys(kinds))
         if not self.base.in_rounds:
             return
-        missing = [item for item in items if not self._everyone_has(item.key, kind)]
+        missing = [item for item in items if not all(self._everyone_has(item.key, kind) for kind in kinds)]
+        size = 4 * self.base.largest_part * len(kinds)
         for together in self._rounds(missing):
-            vectors = [{kind: self.base.empty()} for _ in together]
-            self.base.compute_round(together, [kind], Collect(vectors))
+            if not self.store.has_room(size * len(together)) and self.store.directory is None:
+                return
+            vectors = [{kind: self.base.empty() for kind in kinds} for _ in together]
+            self.base.compute_round(together, kinds, Collect(vectors))
             for item, found in zip(together, vectors, strict=True):
-                self.store.put(item.key, kind, found[kind])
+                for kind in kinds:
+                    self.store.put(item.key, kind, found[kind])
 
     def stream(self, items: Sequence[Item], kind: str, take: Callable[[int, slice, Tensor], None]) -> None:
         """Hand over the gradients piece by piece: (number of the item, range of this rank's part, entries)."""

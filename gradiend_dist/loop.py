@@ -222,11 +222,12 @@ class TrainingLoop:
         self.by_loss = args.supervised_decoder if only_supervised else args.convergent_metric == "loss"
         self.clock = Clock()
         self._items: dict[int, Item] = {}
+        self._visited = plan.visited()
         self._schedule = self._make_scheduler()
 
     def run(self) -> None:
         """Train all runs to their ends. Their models then hold the last weights, their outputs the best ones."""
-        for number in self.plan.visited():
+        for number in self._visited:
             self._item(number)  # a row that cannot be tokenized is told now, not in the last epoch
         for run in self.runs:
             self._begin(run)
@@ -323,7 +324,7 @@ class TrainingLoop:
             for number in batch:
                 item = self._item(number)
                 names.append(f"item {number} ({item.name})")
-                source, target = self._source_and_target(item)
+                source, target = self._source_and_target(number)
                 # A vector that was not kept is overwritten by the next item's.
                 sources.append(source if single or source is None else source.clone())
                 targets.append(target if single or target is None else target.clone())
@@ -331,9 +332,17 @@ class TrainingLoop:
             batches.append(GradiendBatch(_stack(sources), _stack(targets), torch.tensor(labels)))
         return batches, "; ".join(names)
 
-    def _source_and_target(self, item: Item) -> tuple[Tensor | None, Tensor | None]:
+    def _from(self, number: int) -> list[Item]:
+        """This item and those that are first visited after it, one for each rank."""
+        place = self._visited.index(number)
+        return [self._item(n) for n in self._visited[place : place + self.comm.world_size]]
+
+    def _source_and_target(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        item = self._item(number)
         wants_source, wants_target = not self.args.supervised_decoder, not self.args.supervised_encoder
         kinds = [self.args.source] * wants_source + [self.args.target] * wants_target
+        if self.keep:
+            self.gradients.prepare(self._from(number), kinds)
         vectors = self.gradients.get(item, kinds, keep=self.keep)
         return (
             vectors[self.args.source] if wants_source else None,

@@ -82,6 +82,8 @@ class SeedTraining:
         last needed one are dropped, so that the result does not depend on how the seeds were trained.
         """
         self.keeper.open(self.fingerprint, engine=self.bench.spread.launch.engine, resume=self.args.resume)
+        if self.keeper.promoted:
+            return self._clear_up_after_promotion()
         all_seeds = [self.args.first_seed + i for i in range(self.args.max_seeds)]
         cached = [s for s in all_seeds if s in self.keeper.seeds_done or self._is_reusable(s)]
         to_train = [s for s in all_seeds if s not in cached]
@@ -102,6 +104,24 @@ class SeedTraining:
         self._finish(results)
         self.keeper.close()
         return results
+
+    def _clear_up_after_promotion(self) -> list[SeedResult]:
+        """The run was killed between promotion and its end: seeds may be stripped already, so the report speaks."""
+
+        def read() -> list[SeedResult]:
+            entries = read_json(self.places.seeds / seeds.REPORT)["runs"]
+            return [self._reported(entry) for entry in entries]
+
+        results = self.comm.first("reading the report on the seeds", read)
+        self._finish(results)
+        self.keeper.close()
+        return results
+
+    def _reported(self, entry: dict[str, Any]) -> SeedResult:
+        path = Path(entry["output_dir"])
+        record = read_json(path / TRAINING)
+        verdict = seeds.judge(record, self.args, among_seeds=True)
+        return SeedResult(entry["seed"], path, record, entry["trained"], verdict, entry["eval_correlation"])
 
     def _is_reusable(self, seed: int) -> bool:
         path = self._seed_path(seed)

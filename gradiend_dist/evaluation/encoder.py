@@ -155,7 +155,7 @@ def _encode_parts(
     weight = encoder.model.encoder_weight
     products = torch.zeros(len(items), len(weight), dtype=torch.float64, device=weight.device)
     if gradients.holds(items, kind, will_keep=keep):
-        gradients.fill(items, kind)
+        gradients.prepare(items, [kind])
         for number, item in enumerate(items):
             products[number] = encoder.products(gradients.get(item, [kind], keep=keep)[kind])
         return encoder.finish(products)

@@ -48,7 +48,9 @@ class Ended:
     seconds: float
 
     def require_success(self) -> Ended:
-        assert self.code == 0, f"exit code {self.code} after {self.seconds:.0f} s\n{self.output[-2000:]}\n{self.errors[-6000:]}"
+        assert self.code == 0, (
+            f"exit code {self.code} after {self.seconds:.0f} s\n{self.output[-2000:]}\n{self.errors[-6000:]}"
+        )
         return self
 
 
@@ -104,9 +106,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(started, GRACE_SECONDS)
 
 
-def python(script: str | Path, *arguments: object, environment: Mapping[str, str] | None = None, **how: object) -> Ended:
+def python(script: str | Path, *arguments: object, limit: float = 180.0) -> Ended:
     """A script in one process."""
-    return run([sys.executable, str(script), *map(str, arguments)], environment=environment, **how)  # type: ignore[arg-type]
+    return run([sys.executable, str(script), *map(str, arguments)], limit=limit)
 
 
 def torchrun(

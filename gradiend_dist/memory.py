@@ -1,0 +1,361 @@
+"""Bytes that one GPU or rank needs, by engine: integer formulas, from the sizes of a model alone.
+
+n entries are trained on, m is the latent dimension, b = 1 with a decoder bias, W ranks; p is the largest rank's part of
+n; all of it float32, 4 bytes. Every line below is a function of the same name.
+
+    weights       placed, sliced: 4p(2m + b)             zero 1, 2: 4n(2m + b)          zero 3: the same / W
+    moments       placed, sliced: 8p(2m + b)             zero: 12n(2m + b) / W, with the fp32 masters
+    gradients     x and y: 4p for each kind (zero: 4n), times the items of a step
+    step buffers  placed, sliced: 3 chunks of p          zero: output, its gradient, the gradients of the weights on
+                                                         their way and in DeepSpeed's bucket; 3: the gathered weights
+    host          a copy of weights and moments while a state is saved (zero: what is offloaded), and the indices
+
+Between two steps the base model works, and needs at that time instead of the step buffers:
+
+    base buffers  a weight's gradient as autograd leaves it and in float32, one bucket that fills, and `IN_FLIGHT` + 1
+                  that travel; placed: the gradient alone; FSDP: the root's and two layers' weights whole, a gradient
+    activations   17 numbers per token, layer and hidden unit in the base's dtype (attention scores are not kept), and
+                  3 float32 per predicted place and vocabulary entry
+    indices       8 bytes per entry of a pruned space (FSDP: per own entry)
+
+The peak is the larger of the two times, or that of pre-pruning: base, 2 vectors of 4 bytes per own entry of the whole
+space, base buffers, activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gradiend_dist.engines.placed import CHUNK, CHUNK_ON_GPU
+from gradiend_dist.reduction import BUCKET, IN_FLIGHT
+
+# Defaults of DeepSpeed: numbers in one bucket of gradients, and gathered numbers above which stage 3 lets weights go
+# and gathers the decoder's a second time.
+DEEPSPEED_BUCKET = 500_000_000
+DEEPSPEED_MAX_LIVE = 1_000_000_000
+# Chunks that a step holds at once: the error, what is passed back, an outer product.
+CHUNKS_AT_ONCE = 3
+
+
+@dataclass(frozen=True)
+class Head:
+    """Encoder and decoder, and what a step over them is made of."""
+
+    n: int
+    latent_dim: int = 1
+    bias_decoder: bool = True
+    kinds: int = 2
+    """Different gradients: source and target."""
+    items: int = 1
+    """Gradient vectors in one optimizer step."""
+    seeds: int = 1
+    """Trained at once."""
+
+    @property
+    def vectors(self) -> int:
+        """Numbers per entry of n: encoder, decoder and decoder bias."""
+        return 2 * self.latent_dim + int(self.bias_decoder)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model, from its configuration."""
+
+    weight_sizes: tuple[int, ...]
+    """Of the space, in the order of the model."""
+    total: int
+    """All weights, heads included."""
+    bytes_per_weight: int
+    layer_sizes: tuple[int, ...] = ()
+    """Weights in each block that FSDP cuts by itself."""
+    first_dimensions: tuple[int, ...] = ()
+    """Of the space's weights: FSDP cuts along it."""
+    hidden: int = 0
+    layers: int = 0
+    vocabulary: int = 0
+
+    @property
+    def n(self) -> int:
+        return sum(self.weight_sizes)
+
+    @property
+    def largest(self) -> int:
+        return max(self.weight_sizes, default=0)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of the GPU that needs most, by part; `sent` is what it sends in one step."""
+
+    base: int = 0
+    weights: int = 0
+    moments: int = 0
+    gradients: int = 0
+    indices: int = 0
+    step_buffers: int = 0
+    base_buffers: int = 0
+    activations: int = 0
+    pre_prune: int = 0
+    """Vectors of pre-pruning: 0 without."""
+    host: int = 0
+    """Host memory of a rank: what is offloaded, a state while it is being saved, indices."""
+    sent: int = 0
+
+    @property
+    def resident(self) -> int:
+        return self.base + self.weights + self.moments + self.gradients + self.indices
+
+    @property
+    def buffers(self) -> int:
+        """The larger of what a step and what a pass of the base model need beside the rest."""
+        return max(self.step_buffers, self.base_buffers + self.activations)
+
+    @property
+    def peak(self) -> int:
+        pruning = self.base + self.pre_prune + self.base_buffers + self.activations if self.pre_prune else 0
+        return max(self.resident + self.buffers, pruning)
+
+
+# --- encoder and decoder
+
+
+def sliced(head: Head, part: int, *, chunk: int = CHUNK_ON_GPU) -> Need:
+    """A rank with `part` of the n entries; the single process has all of them."""
+    entries = part * head.vectors
+    return Need(
+        weights=4 * entries * head.seeds,
+        moments=8 * entries * head.seeds,
+        gradients=4 * part * head.kinds * head.items,
+        step_buffers=4 * CHUNKS_AT_ONCE * min(part, chunk) * head.items,
+        host=12 * entries * head.seeds,
+        sent=0,
+    )
+
+
+def zero(head: Head, stage: int, ranks: int, *, offload: bool = False, on_gpu: bool = True) -> Need:
+    """A rank of DeepSpeed; on a CPU, pages of its bucket that are not written to take no memory."""
+    numbers = head.n * head.vectors
+    own = -(-numbers // ranks)
+    optimizer = 12 * own * head.seeds
+    return Need(
+        weights=4 * (own if stage == 3 else numbers) * head.seeds,
+        moments=0 if offload else optimizer,
+        gradients=4 * head.n * head.kinds * head.items,
+        step_buffers=_zero_step_buffers(head, stage, own, offload=offload, on_gpu=on_gpu),
+        host=optimizer if offload else 0,
+        sent=_zero_sent(head, stage, ranks),
+    )
+
+
+def _zero_step_buffers(head: Head, stage: int, own: int, *, offload: bool, on_gpu: bool) -> int:
+    """Beside the rest: the decoder's output and its gradient; gradients; at stage 3 the gathered weights."""
+    numbers, one = head.n * head.vectors, head.n * head.latent_dim
+    bucket = DEEPSPEED_BUCKET if on_gpu else numbers if numbers <= DEEPSPEED_BUCKET else 0
+    output = 2 * head.n * head.items
+    if stage < 3:
+        # Small ones are copied into the bucket one by one; those larger than it are all there until they are averaged.
+        gradients = one if numbers <= DEEPSPEED_BUCKET else numbers
+        return 4 * (output + gradients + bucket)
+    # All weights, and one more copy while they are unpacked; above the limit the decoder's alone.
+    gathered = numbers + one if numbers <= DEEPSPEED_MAX_LIVE else numbers - one
+    averaged = 0 if offload else own
+    return 4 * (output + one + bucket + gathered + averaged)
+
+
+def _zero_sent(head: Head, stage: int, ranks: int) -> int:
+    numbers = 4 * head.n * head.vectors
+    if stage < 3:
+        return all_reduce(numbers, ranks) + all_gather(numbers, ranks)
+    again = 4 * head.n * head.latent_dim if numbers > 4 * DEEPSPEED_MAX_LIVE else 0
+    return all_gather(numbers + again, ranks) + all_gather(numbers, ranks)
+
+
+# --- what a rank sends, in the ring algorithms of NCCL
+
+
+def all_gather(whole: int, ranks: int) -> int:
+    """A rank passes on all pieces but one; the same for a reduce-scatter."""
+    return whole * (ranks - 1) // ranks
+
+
+def all_reduce(whole: int, ranks: int) -> int:
+    return 2 * all_gather(whole, ranks)
+
+
+# --- the base model
+
+
+def bucket_sizes(weight_sizes: Sequence[int], size: int = BUCKET) -> list[int]:
+    """How `reduction.Buckets` cuts these weights."""
+    found, together = [], 0
+    for entries in reversed(weight_sizes):
+        together += entries
+        if together >= size:
+            found.append(together)
+            together = 0
+    return [*found, together] if together else found
+
+
+def travelling(weight_sizes: Sequence[int], ranks: int, *, everyone_all: bool) -> int:
+    """Bytes of the bucket that fills and of those that travel, with what arrives of each (in place if all get all)."""
+    sizes = bucket_sizes(weight_sizes)
+    window = IN_FLIGHT + 2
+    most = max((sum(sizes[i : i + window]) for i in range(max(1, len(sizes) - window + 1))), default=0)
+    return 4 * most + (0 if everyone_all else 4 * -(-most // ranks))
+
+
+def single_gradient(base: Base) -> int:
+    """The largest weight's gradient as autograd leaves it, and in float32 where that is another one."""
+    return base.largest * (base.bytes_per_weight + (4 if base.bytes_per_weight != 4 else 0))
+
+
+def activations(base: Base, rows: int, tokens: int) -> int:
+    """Of a forward pass that keeps what its backward pass needs."""
+    return 17 * base.hidden * base.layers * rows * tokens * base.bytes_per_weight + 12 * base.vocabulary * rows
+
+
+def fsdp_base(base: Base, ranks: int) -> int:
+    return -(-base.total // ranks) * base.bytes_per_weight
+
+
+def fsdp_buffers(base: Base) -> int:
+    """Root weights (embeddings, head) stay whole in a pass; two layers; a gradient and its copy to be reduced."""
+    layer = max(base.layer_sizes, default=0)
+    root = base.total - sum(base.layer_sizes)
+    return base.bytes_per_weight * (root + 2 * layer + 2 * max(layer, root))
+
+
+def fsdp_part(base: Base, ranks: int) -> int:
+    """Entries of rank 0, which has most: ceil(rows / W) rows of each weight. Of a pruned space: the same share."""
+    sizes = zip(base.weight_sizes, base.first_dimensions, strict=True)
+    return sum(-(-rows // ranks) * (size // rows) for size, rows in sizes)
+
+
+def fsdp_sent(base: Base, ranks: int, kinds: int) -> int:
+    """Weights for the forward pass, layers again for each backward pass, gradients of each to their owners."""
+    weights, layers, gradients = (base.bytes_per_weight * k for k in (base.total, sum(base.layer_sizes), base.n))
+    return all_gather(weights + kinds * (layers + gradients), ranks)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is planned: a base model, a head over a share of its weights, and how rows reach the base."""
+
+    base: Base
+    head: Head
+    rows: int
+    """Rows of one gradient that are in one pass, over all ranks."""
+    tokens: int
+
+    @property
+    def is_pruned(self) -> bool:
+        return self.head.n < self.base.n
+
+    def pass_of(self, ranks: int) -> int:
+        return activations(self.base, -(-self.rows // ranks), self.tokens)
+
+
+def need_placed(run: Run, gpus: int) -> Need:
+    """The fullest of 1, 2 or 3 GPUs in a single process, placed as `devices.place` says."""
+    base, head = run.base, run.head
+    indices = 8 * head.n if run.is_pruned else 0
+    model = Need(
+        base=base.total * base.bytes_per_weight,
+        gradients=4 * head.n * head.kinds * head.items,
+        indices=indices,
+        base_buffers=single_gradient(base),
+        activations=run.pass_of(1),
+        pre_prune=8 * base.n if run.is_pruned else 0,
+    )
+    whole = sliced(head, head.n)
+    encoder, decoder = (
+        replace(
+            whole,
+            weights=whole.weights * vectors // head.vectors,
+            moments=whole.moments * vectors // head.vectors,
+            gradients=4 * head.n * head.items,
+        )
+        for vectors in (head.latent_dim, head.vectors - head.latent_dim)
+    )
+    if gpus == 1:
+        return replace(
+            model,
+            weights=whole.weights,
+            moments=whole.moments,
+            step_buffers=whole.step_buffers,
+            host=whole.host + indices,
+        )
+    first = replace(encoder, gradients=0) if gpus == 2 else encoder
+    devices = [together(model, first), decoder] if gpus == 2 else [encoder, decoder, model]
+    fullest = max(devices, key=lambda need: need.peak)
+    sent = 4 * head.n * head.items * (gpus - 1)
+    return replace(fullest, host=whole.host + indices, sent=sent)
+
+
+def together(a: Need, b: Need) -> Need:
+    """Two parts on one device."""
+    return Need(*(getattr(a, name) + getattr(b, name) for name in Need.__dataclass_fields__))
+
+
+def need_sliced(run: Run, ranks: int) -> Need:
+    """The base whole on every rank, gradients reduce-scattered to their owners."""
+    base, head = run.base, run.head
+    part = -(-head.n // ranks)
+    indices = 8 * head.n if run.is_pruned else 0
+    need = sliced(head, part)
+    return replace(
+        need,
+        base=base.total * base.bytes_per_weight,
+        indices=indices,
+        base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=False),
+        activations=run.pass_of(ranks),
+        pre_prune=8 * -(-base.n // ranks) if run.is_pruned else 0,
+        host=need.host + indices,
+        sent=head.items * head.kinds * all_gather(4 * head.n, ranks),
+    )
+
+
+def need_fsdp(run: Run, ranks: int) -> Need:
+    """The base cut by FSDP2; the parts of n follow its shards."""
+    base, head = run.base, run.head
+    whole_part = fsdp_part(base, ranks)
+    part = -(-whole_part * head.n // base.n)
+    need = sliced(head, part)
+    return replace(
+        need,
+        base=fsdp_base(base, ranks),
+        indices=8 * part if run.is_pruned else 0,
+        base_buffers=fsdp_buffers(base),
+        activations=run.pass_of(ranks),
+        pre_prune=8 * whole_part if run.is_pruned else 0,
+        host=need.host + (8 * head.n if run.is_pruned else 0),
+        sent=head.items * fsdp_sent(base, ranks, head.kinds),
+    )
+
+
+def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Need:
+    """The base whole on every rank, and whole gradients too."""
+    base, head = run.base, run.head
+    indices = 8 * head.n if run.is_pruned else 0
+    need = zero(head, stage, ranks, offload=offload)
+    return replace(
+        need,
+        base=base.total * base.bytes_per_weight,
+        indices=indices,
+        base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=True),
+        activations=run.pass_of(ranks),
+        pre_prune=8 * base.n if run.is_pruned else 0,
+        host=need.host + indices,
+        sent=need.sent + head.items * head.kinds * all_reduce(4 * head.n, ranks),
+    )
+
+
+def on_cpu(engine: str, n: int, ranks: int) -> int:
+    """Peak bytes of one rank that holds encoder, decoder, x and y alone, as in benchmarks/engines.py."""
+    head = Head(n)
+    if engine in ("placed", "sliced"):
+        need = sliced(head, -(-n // ranks), chunk=CHUNK)
+    else:
+        need = zero(head, int(engine.removeprefix("zero")), ranks, on_gpu=False)
+    return need.peak
