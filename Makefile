@@ -64,6 +64,10 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 bench: $(INSTALLED)  ## time and memory against the reference package; ten minutes of an idle machine
 	$(BIN)/python benchmarks/vs_reference.py
 
+.PHONY: bench-engines
+bench-engines: $(INSTALLED)  ## step time, memory and bytes sent of every engine; ten minutes of an idle machine
+	$(BIN)/python benchmarks/engines.py
+
 .PHONY: clean
 clean:  ## remove .venv, runs/demo, builds and caches
 	rm -rf .venv runs/demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

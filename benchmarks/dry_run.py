@@ -183,9 +183,7 @@ def shard(skeleton: nn.Module, space: ParameterSpace) -> None:
     shard_model(skeleton, plugin, torch.device("cpu"), {weight.name for weight in space.weights})
 
 
-def work(
-    space: ParameterSpace, parts: list[Part], part: Part, comm: Comm, watch: Watch, *, has_shards: bool
-) -> int:
+def work(space: ParameterSpace, parts: list[Part], part: Part, comm: Comm, watch: Watch, *, has_shards: bool) -> int:
     """Gradients of one item, then an optimizer step; returns the live bytes between them."""
     model = ParamMappedGradiendModel(space, part=part, initialize=False)
     options = StepOptions("adamw", 1e-2, (0.9, 0.999), 1e-8, max_grad_norm=1.0, supervised=None)

@@ -12,7 +12,7 @@ Accelerate files for DeepSpeed. Only the GRADIEND part is timed: `engine.step` w
                 yardstick, not its own traffic
     sent        bytes that one rank's sockets sent in a step, as the kernel counts them
     peak        the rank's largest resident memory while it builds the engine and steps, above what the process had
-                before, x and y included; next to it what `gradiend-dist plan` forecasts for it
+                before, x and y included; next to it what the formulas of `gradiend-dist plan` say
 
 Expected: `sliced` within 2.0 times its traffic's time and at least 5 times faster than `zero3`; forecasts within 10 %.
 What is missed is marked. Time is that of the machine: run it on an otherwise idle one; it takes about ten minutes.
@@ -122,15 +122,18 @@ def warm_up(launch: Any) -> None:
 
 
 def timed_steps(step: Callable[[], Any], comm: Any, seconds: float) -> tuple[list[float], int]:
-    """The times of single steps, after one that does not count, and the bytes sent in each."""
+    """The times of single steps, after two that do not count, and the bytes sent in the second."""
     step()
+    sent_before = bytes_sent()
+    step()
+    sent = bytes_sent() - sent_before
     times: list[float] = []
-    sent_before, end = bytes_sent(), time.monotonic() + seconds
+    end = time.monotonic() + seconds
     while comm.all_agree(len(times) < 3 or time.monotonic() < end):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    return times, (bytes_sent() - sent_before) // len(times)
+    return times, sent
 
 
 def copy_bandwidth(comm: Any) -> float:
@@ -179,9 +182,161 @@ def bytes_sent() -> int:
     return total
 
 
-if __name__ == "__main__" and "--child" in sys.argv:
-    _, _, out, size, seconds = sys.argv
-    found = measure(int(size), float(seconds))
-    Path(out, f"{found['rank']}.json").write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)
+# --- launching ranks
+
+
+class LaunchFailed(Exception):
+    """An engine could not be measured; the others still are."""
+
+
+def launch(engine: str, n: int, seconds: float) -> list[dict[str, Any]]:
+    """What each rank measured, each in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="gradiend_benchmark_") as directory:
+        command = [*launcher(engine), str(Path(__file__).resolve()), "--child", directory, str(n), str(seconds)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "ACCELERATE_TORCH_DEVICE": "cpu",
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            # Vectors are mapped one by one and given back when freed: resident memory is then what is in use.
+            "MALLOC_MMAP_THRESHOLD_": str(2**21),
+            "MALLOC_TRIM_THRESHOLD_": str(2**26),
+        }
+        output = run(command, environment)
+        files = sorted(Path(directory).glob("*.json"))
+        if len(files) != (1 if engine == "placed" else NUM_RANKS):
+            raise LaunchFailed(f"{engine} with n = {n:,} failed:\n{output[-3000:]}")
+        return [json.loads(file.read_text()) for file in files]
+
+
+def launcher(engine: str) -> list[str]:
+    if engine == "placed":
+        return [sys.executable]
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    config = "cpu_2" if engine == "sliced" else engine
+    accelerate += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
+    return [*accelerate, "--num_processes", str(NUM_RANKS), "--main_process_port", str(free_port())]
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    """Output of a command, which is ended with all its children if it takes too long."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        return process.communicate(timeout=TIMEOUT)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# --- reports
+
+
+def best(launches: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Of several launches: the shortest step, the lowest peak, the highest bandwidth; of the ranks, who needs most."""
+
+    def least(name: str) -> Any:
+        return min(max(rank[name] for rank in ranks) for ranks in launches)
+
+    first = launches[0][0]
+    found = {name: least(name) for name in ("seconds", "bytes_sent", "peak_building", "peak_stepping", "part")}
+    bandwidth = max(min(rank["copy_bytes_per_second"] for rank in ranks) for ranks in launches)
+    return {"n": first["n"], "num_ranks": first["num_ranks"], **found, "copy_bytes_per_second": bandwidth}
+
+
+def judge(rows: list[dict[str, Any]]) -> None:
+    """Add to each row what follows from it and the others."""
+    from gradiend_dist.memory import on_cpu
+
+    for ranks in dict.fromkeys(row["num_ranks"] for row in rows):  # one machine: all launches tell its bandwidth
+        alike = [row for row in rows if row["num_ranks"] == ranks]
+        bandwidth = max(row["copy_bytes_per_second"] for row in alike)
+        for row in alike:
+            row["copy_bytes_per_second"] = bandwidth
+    steps = {(row["engine"], row["n"]): row["seconds"] for row in rows}
+    for row in rows:
+        # The memory traffic of a rank is that of its share of the work.
+        row["traffic_seconds"] = TRAFFIC * row["n"] / row["num_ranks"] / row["copy_bytes_per_second"]
+        row["ratio"] = row["seconds"] / row["traffic_seconds"]
+        row["peak"] = max(row["peak_building"], row["peak_stepping"])
+        row["forecast"] = on_cpu(row["engine"], row["n"], row["num_ranks"])
+        row["missed"] = missed(row, steps.get(("zero3", row["n"])))
+
+
+def missed(row: dict[str, Any], zero3: float | None) -> list[str]:
+    found = []
+    if row["engine"] == "sliced" and row["ratio"] > TRAFFIC_RATIO:
+        found.append(f"traffic > {TRAFFIC_RATIO:g}")
+    if row["engine"] == "sliced" and zero3 is not None and zero3 < SPEEDUP * row["seconds"]:
+        found.append(f"zero3 / sliced < {SPEEDUP:g}")
+    if abs(row["forecast"] / row["peak"] - 1.0) > FORECAST_RATIO:
+        found.append("forecast")
+    return found
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| n | engine | ranks | step | / traffic | / sliced | sent per step | peak | plan | |", "|---" * 10 + "|"]
+    sliced = {row["n"]: row["seconds"] for row in rows if row["engine"] == "sliced"}
+    for row in rows:
+        against = f"{row['seconds'] / sliced[row['n']]:.1f}" if row["n"] in sliced else ""
+        change = 100 * (row["forecast"] / row["peak"] - 1.0)
+        lines.append(
+            f"| {row['n']:.0e} | {row['engine']} | {row['num_ranks']} | {1000 * row['seconds']:.1f} ms | "
+            f"{row['ratio']:.2f} | {against} | {size(row['bytes_sent'])} | {size(row['peak'])} | "
+            f"{size(row['forecast'])} ({change:+.1f} %) | {', '.join(row['missed']) and 'MISSED: ' + ', '.join(row['missed'])} |"
+        )
+    return "\n".join(lines)
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes:.0f} B"
+
+
+def measure_all(engines: list[str], sizes: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for n in sizes:
+        launches: dict[str, list[list[dict[str, Any]]]] = {engine: [] for engine in engines}
+        for _ in range(options.repeat):  # taking turns, so that a slow minute does not hit all launches of one engine
+            for engine in engines:
+                try:
+                    launches[engine].append(launch(engine, n, options.seconds))
+                except LaunchFailed as error:
+                    print(error, file=sys.stderr, flush=True)
+        rows += [{"engine": engine, **best(found)} for engine, found in launches.items() if found]
+        print(f"n = {n:,} done", file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=float, nargs="+", default=list(SIZES))
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--repeat", type=int, default=3, help="launches of each; the best counts")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of stepping in each launch")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    options = parser.parse_args()
+    rows = measure_all(options.engine, [int(n) for n in options.n], options)
+    judge(rows)
+    bandwidth = {row["num_ranks"]: row["copy_bytes_per_second"] / 1e9 for row in rows}
+    for ranks, speed in bandwidth.items():
+        print(f"copy bandwidth of {ranks} process{'es' if ranks > 1 else ''} at once: {speed:.1f} GB/s each")
+    print(f"\n{as_table(rows)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(any(row["missed"] for row in rows) or len(rows) < len(options.engine) * len(options.n))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        directory, entries, seconds = sys.argv[2:]
+        measured = measure(int(entries), float(seconds))
+        Path(directory, f"{measured['rank']}.json").write_text(json.dumps(measured))
+        os._exit(0)  # DeepSpeed's and gloo's threads need not be waited for
+    sys.exit(main())

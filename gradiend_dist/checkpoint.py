@@ -239,7 +239,7 @@ def load_gradiend(
     from gradiend_dist.model import ParamMappedGradiendModel
 
     comm, path = comm or Comm(), Path(path)
-    everyone_sees = comm.all_agree((path / CONFIG).is_file())
+    everyone_sees = comm.everyone_sees(path / CONFIG)
     read_here = everyone_sees or comm.is_first
     architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
     if not everyone_sees:

@@ -16,10 +16,12 @@ import contextlib
 import logging
 import os
 import pickle
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +40,7 @@ LAST_WORDS_SECONDS = 3.0
 # How often a rank that waits for rank 0 looks whether it has failed, and how often it says that it waits.
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 60.0
+VISIBLE_SECONDS = 5.0
 
 
 class PeerError(Exception):
@@ -64,6 +67,7 @@ class Comm:
     """Gloo group of the hosts."""
     store: Any = None
     _meetings: int = field(default=0, repr=False)
+    _unshared: set[Path] = field(default_factory=set, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -202,6 +206,34 @@ class Comm:
         if self.rank != wrong[0]:
             raise PeerError
         raise UserError(messages[self.rank] if self.is_first else f"rank {self.rank}: {messages[self.rank]}")
+
+    # --- files
+
+    def shares(self, directory: Path) -> bool:
+        """Do all ranks see this directory of rank 0's? They must find a word in it that was not there before."""
+        if self.is_alone:
+            return True
+        word = self.decide(secrets.token_hex(8))
+        token = directory / f".{word}"
+        self.first(f"marking {directory}", token.touch)
+        seen = self.everyone_sees(token)
+        if self.is_first:
+            token.unlink()
+        return seen
+
+    def everyone_sees(self, path: Path) -> bool:
+        """Is this there for all ranks? A network file system may take seconds to show what another host has written."""
+        if not self.is_alone:
+            patience = 0.0 if path.parent in self._unshared else VISIBLE_SECONDS
+            deadline = time.monotonic() + patience
+            while not path.exists() and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    os.listdir(path.parent)  # makes the host ask the server again
+                time.sleep(0.1)
+        seen = self.all_agree(path.exists())
+        if not seen:
+            self._unshared.add(path.parent)
+        return seen
 
     # --- waiting for rank 0
 

@@ -254,6 +254,9 @@ class BaseGradients:
             parameter.register_post_accumulate_grad_hook(self._collector(weight, indices))
             for weight, parameter, indices in self.weights
         ]
+        if self.is_sharded:  # what a pruned space leaves out gets gradients as well: kept, they would add up
+            others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in wanted]
+            hooks += [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in others]
         hooks += [
             module.register_forward_hook(self._row_collector(weight, indices), with_kwargs=True)
             for module, weight, indices in self._embeddings
@@ -388,6 +391,10 @@ def take_gradient(tensor: Tensor) -> Tensor:
     gradient, tensor.grad = tensor.grad, None
     assert gradient is not None, "the hook fires after accumulation"
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def drop_gradient(tensor: Tensor) -> None:
+    tensor.grad = None
 
 
 def ask_no_gradient(module: nn.Linear, _args: Any) -> None:

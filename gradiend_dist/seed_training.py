@@ -99,7 +99,7 @@ class SeedTraining:
             results.append(self._result(seed, records.get(seed), results))
             logger.info("seed %d: %s (%s)", seed, *_verdict_words(results[-1]))
             if seeds.enough(results, self.args) is not None:
-                self._drop([s for s in {*records, *self.keeper.seeds_done} if s > seed])
+                self._drop([s for s in all_seeds if s > seed and (s in records or s in self.keeper.seeds_done)])
                 break
         self._finish(results)
         self.keeper.close()

@@ -305,7 +305,7 @@ class StateKeeper:
             self._write_run()
         partial = self.directory / f".step_{step:08d}.partial"
         self.comm.first("preparing a state", lambda: _make(partial))
-        if not self.comm.all_agree(partial.is_dir()):
+        if not self.comm.shares(partial):
             self._warn_unshared()
             return
         with explained(partial):
@@ -424,7 +424,7 @@ class StateKeeper:
 
     def _try_to_load(self, loop: TrainingLoop, path: Path) -> int | None:
         progress = None
-        if self.comm.all_agree(path.is_dir()):
+        if self.comm.everyone_sees(path / PROGRESS):
             progress = torch.load(path / PROGRESS, weights_only=True)
         if progress is None or progress["seeds"] != [run.seed for run in loop.runs]:
             return None
@@ -439,18 +439,26 @@ class StateKeeper:
                 tensors[f"{run.seed}.{name}"] = tensor if whole else CutTensor.of(tensor, run.engine.part)
             tensors.update({f"{run.seed}.{name}": tensor for name, tensor in state.same.items()})
         if tensors:
-            load(
-                tensors,
-                storage_reader=FileSystemReader(path / "tensors"),
-                process_group=self.comm.control,
-                no_dist=self.comm.is_alone,
-            )
+            self._load_tensors(tensors, path / "tensors")
         loop.restore(progress)
         self.comm.first("bringing back the best checkpoints", lambda: self._bring_back(loop, path))
         own = path / f"generators_{self.comm.rank}.pt"
         if own.is_file():
             _set_generators(torch.load(own, weights_only=True))
         return int(progress["step"])
+
+
+    def _load_tensors(self, tensors: dict[str, Any], path: Path) -> None:
+        """Into the tensors in place, from whatever ranges they were saved as."""
+        try:
+            load(
+                tensors,
+                storage_reader=FileSystemReader(path),
+                process_group=self.comm.control,
+                no_dist=self.comm.is_alone,
+            )
+        except CheckpointException as error:
+            raise UserError(f"The state {path} is damaged: pass --resume false to start anew.") from error
 
 
 def link_tree(source: Path, target: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ def pieces(model: GradiendModel) -> Iterator[Piece]:
 def write_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
     """Write the file at `path`, whose directory exists for rank 0; complete on return."""
     offsets = comm.first(f"laying out {path.name}", lambda: _lay_out(model, path))
-    if is_shared(path, comm):
+    if comm.shares(path.parent):
         _write(path, pieces(model), offsets)
         comm.meet(f"writing {path.name}")
         return
@@ -106,20 +105,6 @@ def _lay_out(model: GradiendModel, path: Path) -> dict[str, int]:
     return {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in header.items()}  # type: ignore[index]
 
 
-def is_shared(path: Path, comm: Comm) -> bool:
-    """Do all ranks see the file that rank 0 has just made? They must find its word beside it."""
-    if comm.is_alone:
-        return True
-    word = comm.decide(secrets.token_hex(8))
-    token = path.with_name(f".{path.name}.{word}")
-    comm.first(f"marking {path.name}", lambda: token.write_text(word))
-    seen = token.is_file() and token.read_text() == word
-    shared = comm.all_agree(seen)
-    if comm.is_first:
-        token.unlink()
-    return shared
-
-
 def _write(path: Path, mine: Iterator[Piece], offsets: dict[str, int]) -> None:
     descriptor = os.open(path, os.O_WRONLY)
     try:
@@ -150,7 +135,7 @@ def read_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
     Ranks that do not see the file get their ranges from rank 0.
     """
     mine = list(pieces(model))
-    if comm.all_agree(path.is_file()):
+    if comm.everyone_sees(path):
         with safe_open(str(path), framework="pt") as file:
             assert sorted(file.keys()) == sorted(shapes(model)), f"{path} holds another model"
             for piece in mine:

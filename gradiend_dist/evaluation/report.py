@@ -39,7 +39,9 @@ class EncoderReport:
         name = f"encoded_values{f'_max_size_{self.max_size}' if self.max_size else ''}_split_{self.split}"
         stored = None if directory is None else directory / name
         if use_cache and stored is not None:
-            found = _stored_evaluation(stored, depends_on, return_df)
+            found = self.bench.comm.first(
+                f"looking for {stored.name}", lambda: _stored_evaluation(stored, depends_on, return_df)
+            )
             if found is not None:
                 return found
         table = self.table()
@@ -50,10 +52,9 @@ class EncoderReport:
             source=self.model.source,
         )
         if stored is not None:
-            with explained(stored):
-                stored.parent.mkdir(parents=True, exist_ok=True)
-                table.to_csv(stored.with_suffix(".csv"), index=False)
-            write_json(stored.with_suffix(".json"), {**result, "depends_on": depends_on})
+            self.bench.comm.first(
+                f"writing {stored.name}", lambda: _store_evaluation(stored, table, result, depends_on)
+            )
         return {**result, "encoder_df": table} if return_df else result
 
     def table(self) -> pd.DataFrame:
@@ -105,7 +106,8 @@ class EncoderReport:
             digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         texts = self.data.neutral["text"].tolist() if self.data.neutral is not None else None
         return {
-            "model": digest.hexdigest()[:32],
+            # Every rank has its part of the weights, and all must find the same.
+            "model": "".join(self.bench.comm.gather(digest.hexdigest()[:32])),
             "space": self.model.gradiend.space.fingerprint(),
             "base_model": self.model.name_or_path,
             "base_model_files": cache.model_files_hash(self.model.name_or_path),
@@ -117,6 +119,13 @@ class EncoderReport:
             "encoder_eval_balance": self.args.encoder_eval_balance,
             "include_other_classes": self.args.include_other_classes,
         }
+
+
+def _store_evaluation(stored: Path, table: pd.DataFrame, result: dict[str, Any], depends_on: dict[str, Any]) -> None:
+    with explained(stored):
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(stored.with_suffix(".csv"), index=False)
+    write_json(stored.with_suffix(".json"), {**result, "depends_on": depends_on})
 
 
 def _stored_evaluation(stored: Path, depends_on: dict[str, Any], return_df: bool) -> dict[str, Any] | None:

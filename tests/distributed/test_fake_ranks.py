@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from dry_run import check, describe, dry_run
+from dry_run import Watch, check, describe, dry_run
 
 from gradiend_dist.space import Part
 
@@ -27,12 +30,24 @@ def test_step__of_64_ranks_holds_a_64th_and_makes_no_tensor_of_size_n(base, rank
         assert found.largest <= found.largest_weight
 
 
-def test_step__watch_sees_a_tensor_of_size_n():
-    """The check itself can fail: a world of one holds everything."""
-    found = dry_run("small", 1, "replicated")
-    assert found.largest >= found.n
-    with pytest.raises(AssertionError, match="n is"):
-        check(found, 64)
+def test_check__refuses_a_tensor_of_size_n_and_a_rank_that_holds_too_much():
+    """The check itself can fail."""
+    found = dry_run("small", 64, "replicated")
+    check(found, 64)
+    for change in ({"largest": found.n}, {"resident": 2 * found.resident}):
+        with pytest.raises(AssertionError):
+            check(replace(found, **change), 64)
+
+
+def test_watch__counts_what_lives_and_forgets_what_is_gone():
+    with FakeTensorMode(), Watch() as watch:
+        kept = torch.empty(1000)
+        for _ in range(3):
+            view = (kept + 1.0).view(10, 100)
+        del view
+    assert (watch.live, watch.largest) == (4000, 1000)
+    assert watch.peak == 12000  # the new one is made before the old one goes
+    assert kept.numel() == 1000
 
 
 @pytest.mark.slow

@@ -147,6 +147,9 @@ def train(case: Case, models: Path, results: Path) -> dict[str, Any]:
     assert case.base != "bert" or case.args.get("params") or trainer.workbench.space.size == BERT_SIZE
     stats = trainer.workbench.gradients(trainer.get_model().gradiend.space).store
     evaluated = trainer.evaluate_encoder("test", neutral=True)
+    # What rank 0 finds is what all ranks take, or those that do not would wait for it in vain.
+    again = trainer.evaluate_encoder("test", neutral=True, use_cache=True)
+    assert again["correlation"] == evaluated["correlation"]
     return {"evaluated": evaluated, "kept": [stats.hits, stats.misses]}
 
 
