@@ -157,8 +157,13 @@ class BaseGradients:
 
     @property
     def in_rounds(self) -> bool:
-        """Can each rank compute an item of its own? Not where a pass needs all ranks, nor where it may be repeated."""
-        return not self.comm.is_alone and not self.is_sharded and self.autocast is not torch.float16
+        """Can each rank compute an item of its own and hand it out?
+
+        Not where a pass needs all ranks, where it may be repeated, or where every rank wants all of every item.
+        """
+        if self.comm.is_alone or self.is_sharded or self.part.is_whole:
+            return False
+        return self.autocast is not torch.float16
 
     @property
     def buckets(self) -> Buckets:
