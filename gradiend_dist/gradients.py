@@ -18,6 +18,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -493,7 +494,8 @@ class GradientStore:
 
     def _write(self, item_key: str, kind: str, vector: Tensor) -> None:
         path = self._path(item_key, kind)
-        temporary = path.with_suffix(".partial")
+        # Ranks that each have all of a vector write the same file at the same time.
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}.partial")
         vector = vector.cpu()
         with explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)

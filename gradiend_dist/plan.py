@@ -285,7 +285,7 @@ def needs_of(run: Run, gpus: int, *, several_nodes: bool) -> Iterator[tuple[str,
 
 
 def recommended(lines: Sequence[Line], gpus: int) -> Line | None:
-    """Of what fits: the least pruning; then what uses all GPUs, the base whole before cut; DeepSpeed only if nothing else.
+    """Of what fits: the least pruning; then what uses all GPUs, the base whole rather than cut, DeepSpeed last.
 
     A single process is for a single GPU: on more it leaves all but one idle at any time.
     """
@@ -294,20 +294,8 @@ def recommended(lines: Sequence[Line], gpus: int) -> Line | None:
     return min(fitting, key=lambda line: (-line.topk, order.index(line.engine)), default=None)
 
 
-COLUMNS = (
-    "keeps",
-    "engine",
-    "base",
-    "weights",
-    "moments",
-    "x, y",
-    "indices",
-    "buffers",
-    "peak",
-    "fits",
-    "sent",
-    "host",
-)
+PARTS = ("base", "weights", "moments", "x, y", "indices", "buffers", "pruning", "peak")
+COLUMNS = ("keeps", "engine", *PARTS, "fits", "sent", "host", "launch with")
 
 
 def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, options: argparse.Namespace) -> str:
@@ -316,7 +304,8 @@ def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, op
     rows = []
     for line in lines:
         need = line.need
-        parts = (need.base, need.weights, need.moments, need.gradients, need.indices, need.buffers, need.peak)
+        held = (need.base, need.weights, need.moments, need.gradients, need.indices)
+        parts = (*held, need.buffers, need.pre_prune, need.peak)
         mark = f"accelerate_configs/{line.launch}{'   <- recommended' if line is best else ''}"
         keeps = "all" if line.topk == 1.0 else f"{100 * line.topk:g} %"
         sizes = (*map(plain, parts), "yes" if line.fits else "no", plain(need.sent), plain(need.host))
@@ -324,12 +313,12 @@ def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, op
     head = (
         f"{name}: {base.total:,} weights, {base.n:,} in the backbone's space; {options.dtype}, {options.gpus} GPUs of "
         f"{options.gpu_memory:g} GiB, {options.seeds} seed{'s' if options.seeds > 1 else ''} at once\n"
-        "GiB of the fullest GPU (buffers: of a step or of a pass of the base, whichever is more; peak may be that of "
-        f"pre-pruning; fits: peak within {100 * USABLE:g} %),\nGiB sent per GPU and step with new gradients, GiB of host "
-        "memory per rank while a state is saved\n"
+        "GiB of the fullest GPU (buffers: of a step or of a pass of the base, whichever is more; pruning: vectors of "
+        f"pre-pruning, when weights, moments, x and y are not there yet; fits: peak within {100 * USABLE:g} %),\n"
+        "GiB sent per GPU and step with new gradients, GiB of host memory per rank while a state is saved\n"
     )
     words = "" if best is not None else "\nNothing fits: use more GPUs, larger ones, or prune more (--pre_prune_topk)."
-    return f"{head}\n{table((*COLUMNS, 'launch with'), rows)}{words}"
+    return f"{head}\n{table(COLUMNS, rows)}{words}"
 
 
 def plain(num_bytes: int) -> str:

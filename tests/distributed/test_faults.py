@@ -67,7 +67,7 @@ class Launched:
     """A real `accelerate launch` of two gloo ranks, in a session of its own."""
 
     def __init__(self, run_file: Path, output: Path, fault: dict[str, Any] | None, ranks: int = 2) -> None:
-        self.log = output.with_suffix(".log")
+        self.output, self.log = output, output.with_suffix(".log")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
         what = ["-m", "gradiend_dist.train"]
@@ -102,14 +102,15 @@ class Launched:
         return code
 
     def members(self) -> list[int]:
+        """All that works on this output: torch gives each rank a session of its own."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
-                except OSError:
+                    words = (entry / "cmdline").read_bytes().decode().split("\0")
+                except (OSError, UnicodeDecodeError):
                     continue
-                if session == self.process.pid:
+                if str(self.output) in words:
                     found.append(int(entry.name))
         return found
 
