@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 USAGE = """usage: gradiend-dist SUBCOMMAND ...
 
   train   train GRADIEND models for a feature (see gradiend-dist train --help)
-  plan    memory per GPU, bytes sent and what fits, for every engine, from a model's configuration alone
   demo    write the embedded example: a small language model, its data and a configuration
+  plan    memory per GPU, bytes sent and what fits, for every engine, from a model's configuration alone
 
   --version, --help
 """
@@ -39,7 +39,7 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
-SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "plan": _plan, "demo": _demo}
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "demo": _demo, "plan": _plan}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

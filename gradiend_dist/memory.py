@@ -36,6 +36,8 @@ DEEPSPEED_BUCKET = 500_000_000
 DEEPSPEED_MAX_LIVE = 1_000_000_000
 # Chunks that a step holds at once: the error, what is passed back, an outer product.
 CHUNKS_AT_ONCE = 3
+# Per own entry of the whole space while `pruning.sum_of_sizes` works: two float32 vectors on the device.
+PRE_PRUNE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def need_placed(run: Run, gpus: int) -> Need:
         indices=indices,
         base_buffers=single_gradient(base),
         activations=run.pass_of(1),
-        pre_prune=8 * base.n if run.is_pruned else 0,
+        pre_prune=PRE_PRUNE_BYTES * base.n if run.is_pruned else 0,
     )
     whole = sliced(head, head.n)
     encoder, decoder = (
@@ -310,7 +312,7 @@ def need_sliced(run: Run, ranks: int) -> Need:
         indices=indices,
         base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=False),
         activations=run.pass_of(ranks),
-        pre_prune=8 * -(-base.n // ranks) if run.is_pruned else 0,
+        pre_prune=PRE_PRUNE_BYTES * -(-base.n // ranks) if run.is_pruned else 0,
         host=need.host + indices,
         sent=head.items * head.kinds * all_gather(4 * head.n, ranks),
     )
@@ -328,7 +330,7 @@ def need_fsdp(run: Run, ranks: int) -> Need:
         indices=8 * part if run.is_pruned else 0,
         base_buffers=fsdp_buffers(base),
         activations=run.pass_of(ranks),
-        pre_prune=8 * whole_part if run.is_pruned else 0,
+        pre_prune=PRE_PRUNE_BYTES * whole_part if run.is_pruned else 0,
         host=need.host + (8 * head.n if run.is_pruned else 0),
         sent=head.items * fsdp_sent(base, ranks, head.kinds),
     )
@@ -345,7 +347,7 @@ def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Nee
         indices=indices,
         base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=True),
         activations=run.pass_of(ranks),
-        pre_prune=8 * base.n if run.is_pruned else 0,
+        pre_prune=PRE_PRUNE_BYTES * base.n if run.is_pruned else 0,
         host=need.host + indices,
         sent=need.sent + head.items * head.kinds * all_reduce(4 * head.n, ranks),
     )

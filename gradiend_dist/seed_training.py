@@ -72,6 +72,7 @@ class SeedTraining:
             keep=args.save_total_limit,
             save_steps=None if args.save_strategy == "no" else args.save_steps,
             interrupt=interrupt,
+            saves_steps=args.optim != "adamw_8bit",  # its moments are in blocks that no other number of ranks could read
         )
         self._pruned: tuple[int, ParameterSpace] | None = None
 

@@ -142,9 +142,18 @@ class StateKeeper:
     """Saves and finds the state of one unfinished run. Without a directory it keeps nothing."""
 
     def __init__(
-        self, directory: Path | None, comm: Comm, *, keep: int, save_steps: int | None, interrupt: Interrupt
+        self,
+        directory: Path | None,
+        comm: Comm,
+        *,
+        keep: int,
+        save_steps: int | None,
+        interrupt: Interrupt,
+        saves_steps: bool = True,
     ) -> None:
         self.directory, self.comm, self.keep, self.save_steps = directory, comm, keep, save_steps
+        self.saves_steps = saves_steps
+        """False: the engines' state cannot be saved; finished seeds are remembered nevertheless."""
         self.interrupt = interrupt
         self.run: dict[str, Any] = {}
         self._spaces: dict[str, ParameterSpace] = {}
@@ -266,7 +275,7 @@ class StateKeeper:
         """Save where it is time to, where someone asked, and before a stop."""
         stop, asked = self._look(step)
         due = self.save_steps is not None and step % self.save_steps == 0
-        if self.directory is None:
+        if self.directory is None or not self.saves_steps:
             if stop:
                 raise Preempted(stop, None)
             return
@@ -275,7 +284,7 @@ class StateKeeper:
         if asked:
             self.comm.first("removing the request", lambda: self._trigger().unlink(missing_ok=True))
         if stop:
-            raise Preempted(stop, step)
+            raise Preempted(stop, step if self.saves_steps else None)
 
     def _look(self, step: int) -> tuple[int, bool]:
         """Was any rank told to stop, or is there a file that asks for a save? Asked often enough, not at every step."""
@@ -321,11 +330,8 @@ class StateKeeper:
             self._finish_saving()
 
     def _warn_unshared(self) -> None:
-        if self.save_steps is not None:
-            logger.warning(
-                "%s is not shared by all ranks: no training state is saved, a killed run starts anew", self.directory
-            )
-        self.save_steps = None
+        logger.warning("%s is not shared by all ranks: no training state is saved", self.directory)
+        self.saves_steps = False
 
     def _save_engines(self, engines: list[tuple[int, Engine]], partial: Path) -> Future[Any] | None:
         states = {seed: engine.state() for seed, engine in engines}

@@ -66,16 +66,21 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Launched:
     """A real `accelerate launch` of two gloo ranks, in a session of its own."""
 
-    def __init__(self, run_file: Path, output: Path, fault: dict[str, Any] | None, ranks: int = 2) -> None:
+    def __init__(
+        self, run_file: Path, output: Path, fault: dict[str, Any] | None, ranks: int = 2, config: str = "cpu_2"
+    ) -> None:
         self.output, self.log = output, output.with_suffix(".log")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment["ACCELERATE_TORCH_DEVICE" if "zero" in config else "ACCELERATE_USE_CPU"] = (
+            "cpu" if "zero" in config else "true"
+        )
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
         what = ["-m", "gradiend_dist.train"]
         if fault is not None:
             environment["FAULT"] = json.dumps(fault)
             what = [str(HERE / "faulty_train.py")]
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-        command += ["--config_file", str(CONFIGS / "cpu_2.yaml"), "--num_processes", str(ranks), *what]
+        command += ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(ranks), *what]
         command += ["--config", str(run_file), "--experiment_dir", str(output)]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -326,3 +331,28 @@ def test_other_world_size__goes_on_to_the_same_result(before, after, run_file, e
     largest = close(result_of(output), expected)
     print(f"{before} -> {after} ranks: largest difference of the weights {largest:.2e}")
     assert largest < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2", "zero1", "zero3"])
+def test_kill__holds_for_every_engine(config, run_file, tmp_path):
+    """Each against its own uninterrupted run: bit for bit."""
+    undisturbed = Launched(run_file, tmp_path / "undisturbed", None, config=config)
+    assert undisturbed.wait() == 0, undisturbed.text
+    point = fault("gradiend_dist.loop:TrainingLoop._step", 24)
+    killed = Launched(run_file, tmp_path / "run", point, config=config)
+    assert killed.wait() != 0
+    assert "rank 1 is gone or does not answer" in one_line(killed.text)
+    again = Launched(run_file, tmp_path / "run", None, config=config)
+    assert again.wait() == 0, again.text
+    assert "going on after step 8" in again.text
+    assert_same(result_of(tmp_path / "run"), result_of(tmp_path / "undisturbed"))
+
+
+@pytest.mark.slow
+def test_zero__another_number_of_ranks_is_refused_with_the_remedy(run_file, tmp_path):
+    point = fault("gradiend_dist.loop:TrainingLoop._step", 12)
+    assert Launched(run_file, tmp_path / "run", point, config="zero1").wait() != 0
+    launched = Launched(run_file, tmp_path / "run", None, ranks=3, config="zero1")
+    assert launched.wait() != 0
+    assert "2" in one_line(launched.text) and "3" in one_line(launched.text)

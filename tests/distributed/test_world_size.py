@@ -110,7 +110,7 @@ def numbers(directory: Path) -> dict[str, torch.Tensor]:
             add(kind, list(stats[name].values()))
         add("class means", [mean for means in stats.get("mean_by_class", {}).values() for mean in means.values()])
         for name, tensor in load_file(path / "model.safetensors").items():
-            add(name.replace(".0.linear", ""), tensor)
+            add(f"weights of the {name.split('.')[0]}", tensor)
     evaluated = json.loads((directory.parent / "found.json").read_text())[directory.name]["evaluated"]
     add("evaluation", [value for _, value in leaves(evaluated) if isinstance(value, float)])
     return {kind: torch.cat(values) for kind, values in found.items()}
