@@ -5,11 +5,12 @@
 Two gloo ranks with one thread each (the single process: one thread), each launched as a user would, with the real
 Accelerate files for DeepSpeed. Only the GRADIEND part is timed: `engine.step` with one given x and y. What is printed:
 
-    step        the shortest of many steps, over all launches
+    copy        bytes read and written per second by one of as many processes as there are ranks, copying at once,
+                in turns with the steps
+    step        the shortest of many steps of a launch; of several launches, the one nearest to its own bandwidth
     / traffic   step time divided by the time that 100 bytes for each of the rank's weights of n take at the copy
-                bandwidth of this machine, measured in the same launch, by as many processes at once. 100 bytes is
-                what the `placed` and `sliced` step reads and writes (see engines/placed.py); for ZeRO it is the same
-                yardstick, not its own traffic
+                bandwidth. 100 bytes is what the `placed` and `sliced` step reads and writes (see
+                engines/placed.py); for ZeRO it is the same yardstick, not its own traffic
     sent        bytes that one rank's sockets sent in a step, as the kernel counts them
     peak        the rank's largest resident memory while it builds the engine and steps, above what the process had
                 before, x and y included; next to it what the formulas of `gradiend-dist plan` say
@@ -66,7 +67,7 @@ def measure(n: int, seconds: float) -> dict[str, Any]:
     whole = launch.engine in ("placed", "zero")
     part = Part.whole(n) if whole else Part.even(n, comm.rank, comm.world_size)
     warm_up(launch)
-    bandwidth = copy_bandwidth(comm)
+    copied = torch.ones(2, 2**24)
     before = start_watching_memory()
     generator = torch.Generator().manual_seed(comm.rank if not whole else 0)
     source, target = (torch.empty(1, part.size).normal_(std=1e-3, generator=generator) for _ in range(2))
@@ -74,7 +75,7 @@ def measure(n: int, seconds: float) -> dict[str, Any]:
     engine = make_engine(launch, n, part)
     building = peak_memory() - before
     start_watching_memory()
-    times, sent = timed_steps(lambda: engine.step(batches, 1e-5), comm, seconds)
+    times, copy_times, sent = timed_steps(lambda: engine.step(batches, 1e-5), copied, comm, seconds)
     stepping = peak_memory() - before
     return {
         "engine": launch.engine,
@@ -87,7 +88,7 @@ def measure(n: int, seconds: float) -> dict[str, Any]:
         "bytes_sent": sent,
         "peak_building": building,
         "peak_stepping": stepping,
-        "copy_bytes_per_second": max(bandwidth, copy_bandwidth(comm)),
+        "copy_bytes_per_second": 4 * copied.numel() / min(copy_times),
     }
 
 
@@ -121,34 +122,30 @@ def warm_up(launch: Any) -> None:
         engine.step([GradiendBatch(torch.ones(1, part.size), torch.ones(1, part.size), torch.ones(1, 1))], 1e-5)
 
 
-def timed_steps(step: Callable[[], Any], comm: Any, seconds: float) -> tuple[list[float], int]:
-    """The times of single steps, after two that do not count, and the bytes sent in the second."""
+def timed_steps(
+    step: Callable[[], Any], copied: Any, comm: Any, seconds: float
+) -> tuple[list[float], list[float], int]:
+    """Times of single steps, after two that do not count, of a copy by all ranks at once before each, and bytes sent.
+
+    Step and copy take turns: what else the machine does hits both alike.
+    """
     step()
     sent_before = bytes_sent()
     step()
     sent = bytes_sent() - sent_before
     times: list[float] = []
+    copy_times: list[float] = []
     end = time.monotonic() + seconds
-    while comm.all_agree(len(times) < 3 or time.monotonic() < end):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return times, sent
+    while comm.all_agree(len(times) < 2 or time.monotonic() < end):
+        copy_times.append(timed(lambda: copied[1].copy_(copied[0])))
+        times.append(timed(step))
+    return times, copy_times, sent
 
 
-def copy_bandwidth(comm: Any) -> float:
-    """Bytes read and written per second by one of as many processes as there are ranks, all copying at once."""
-    import torch
-
-    source, target = torch.ones(2**26), torch.ones(2**26)
-    times = []
-    comm.meet("copying")
-    for _ in range(8):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    comm.meet("copying")
-    return 2 * 4 * source.numel() / min(times)
+def timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def start_watching_memory() -> int:
@@ -241,32 +238,30 @@ def free_port() -> int:
 
 
 def best(launches: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of several launches: the shortest step, the lowest peak, the highest bandwidth; of the ranks, who needs most."""
+    """Of several launches: the one nearest to its own bandwidth, and the lowest peak; of the ranks, who needs most."""
 
-    def least(name: str) -> Any:
-        return min(max(rank[name] for rank in ranks) for ranks in launches)
+    def most(ranks: list[dict[str, Any]], name: str) -> Any:
+        return max(rank[name] for rank in ranks)
 
-    first = launches[0][0]
-    found = {name: least(name) for name in ("seconds", "bytes_sent", "peak_building", "peak_stepping", "part")}
-    bandwidth = max(min(rank["copy_bytes_per_second"] for rank in ranks) for ranks in launches)
-    return {"n": first["n"], "num_ranks": first["num_ranks"], **found, "copy_bytes_per_second": bandwidth}
+    def ratio(ranks: list[dict[str, Any]]) -> float:
+        return max(rank["seconds"] * rank["copy_bytes_per_second"] for rank in ranks)
+
+    fastest = min(launches, key=ratio)
+    names = ("seconds", "bytes_sent", "part", "copy_bytes_per_second")
+    peak = min(max(most(ranks, "peak_building"), most(ranks, "peak_stepping")) for ranks in launches)
+    first = fastest[0]
+    return {"n": first["n"], "num_ranks": len(fastest), **{name: most(fastest, name) for name in names}, "peak": peak}
 
 
 def judge(rows: list[dict[str, Any]]) -> None:
     """Add to each row what follows from it and the others."""
     from gradiend_dist.memory import on_cpu
 
-    for ranks in dict.fromkeys(row["num_ranks"] for row in rows):  # one machine: all launches tell its bandwidth
-        alike = [row for row in rows if row["num_ranks"] == ranks]
-        bandwidth = max(row["copy_bytes_per_second"] for row in alike)
-        for row in alike:
-            row["copy_bytes_per_second"] = bandwidth
     steps = {(row["engine"], row["n"]): row["seconds"] for row in rows}
     for row in rows:
         # The memory traffic of a rank is that of its share of the work.
         row["traffic_seconds"] = TRAFFIC * row["n"] / row["num_ranks"] / row["copy_bytes_per_second"]
         row["ratio"] = row["seconds"] / row["traffic_seconds"]
-        row["peak"] = max(row["peak_building"], row["peak_stepping"])
         row["forecast"] = on_cpu(row["engine"], row["n"], row["num_ranks"])
         row["missed"] = missed(row, steps.get(("zero3", row["n"])))
 
@@ -283,14 +278,19 @@ def missed(row: dict[str, Any], zero3: float | None) -> list[str]:
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| n | engine | ranks | step | / traffic | / sliced | sent per step | peak | plan | |", "|---" * 10 + "|"]
+    lines = [
+        "| n | engine | ranks | copy | step | / traffic | / sliced | sent per step | peak | plan | |",
+        "|---" * 11 + "|",
+    ]
     sliced = {row["n"]: row["seconds"] for row in rows if row["engine"] == "sliced"}
     for row in rows:
         against = f"{row['seconds'] / sliced[row['n']]:.1f}" if row["n"] in sliced else ""
+        speed = row["copy_bytes_per_second"] / 1e9
         change = 100 * (row["forecast"] / row["peak"] - 1.0)
         words = f"MISSED: {', '.join(row['missed'])}" if row["missed"] else ""
         lines.append(
-            f"| {row['n']:.0e} | {row['engine']} | {row['num_ranks']} | {1000 * row['seconds']:.1f} ms | "
+            f"| {row['n']:.0e} | {row['engine']} | {row['num_ranks']} | {speed:.1f} GB/s | "
+            f"{1000 * row['seconds']:.1f} ms | "
             f"{row['ratio']:.2f} | {against} | {size(row['bytes_sent'])} | {size(row['peak'])} | "
             f"{size(row['forecast'])} ({change:+.1f} %) | {words} |"
         )
@@ -326,10 +326,7 @@ def main() -> int:
     options = parser.parse_args()
     rows = measure_all(options.engine, [int(n) for n in options.n], options)
     judge(rows)
-    bandwidth = {row["num_ranks"]: row["copy_bytes_per_second"] / 1e9 for row in rows}
-    for ranks, speed in bandwidth.items():
-        print(f"copy bandwidth of {ranks} process{'es' if ranks > 1 else ''} at once: {speed:.1f} GB/s each")
-    print(f"\n{as_table(rows)}")
+    print(as_table(rows))
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return int(any(row["missed"] for row in rows) or len(rows) < len(options.engine) * len(options.n))

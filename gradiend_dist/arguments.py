@@ -210,7 +210,7 @@ class LoopArguments:
     adam_beta1: float = help_field(0.9, "Adam's beta1.")
     adam_beta2: float = help_field(0.999, "Adam's beta2.")
     adam_epsilon: float = help_field(1e-8, "Adam's epsilon.")
-    optim: str = help_field("adamw", "adamw, adam, or adamw_8bit (needs bitsandbytes; a killed run starts its seed anew).")
+    optim: str = help_field("adamw", "adamw, adam, or adamw_8bit (needs bitsandbytes; a killed seed starts anew).")
     max_grad_norm: float = help_field(0.0, "Clip the gradient's norm at this. 0: no clipping.")
     supervised_encoder: bool = help_field(False, "Train the encoder alone, on the class labels.")
     supervised_decoder: bool = help_field(False, "Train the decoder alone, from the class labels.")

@@ -1,7 +1,7 @@
 """Bytes that one GPU or rank needs, by engine: integer formulas, from the sizes of a model alone.
 
 n entries are trained on, m is the latent dimension, b = 1 with a decoder bias, W ranks; p is the largest rank's part of
-n; all of it float32, 4 bytes. Every line below is a function of the same name.
+n; all of it float32, 4 bytes.
 
     weights       placed, sliced: 4p(2m + b)             zero 1, 2: 4n(2m + b)          zero 3: the same / W
     moments       placed, sliced: 8p(2m + b)             zero: 12n(2m + b) / W, with the fp32 masters

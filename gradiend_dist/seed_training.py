@@ -72,7 +72,7 @@ class SeedTraining:
             keep=args.save_total_limit,
             save_steps=None if args.save_strategy == "no" else args.save_steps,
             interrupt=interrupt,
-            saves_steps=args.optim != "adamw_8bit",  # its moments are in blocks that no other number of ranks could read
+            saves_steps=args.optim != "adamw_8bit",  # its moments are in blocks that cannot be cut
         )
         self._pruned: tuple[int, ParameterSpace] | None = None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import tiny
@@ -120,6 +122,20 @@ def test_zero__is_what_was_measured():
     large = DEEPSPEED_MAX_LIVE
     for stage, ranks, per_weight in ((1, 2, 59.3), (2, 2, 59.3), (3, 2, 58.7), (3, 4, 43.7)):
         assert zero(Head(large), stage, ranks, on_gpu=False).peak / large == pytest.approx(per_weight, rel=0.03)
+
+
+def test_placed__needs_what_was_forecast_and_no_more_in_a_real_process():
+    """Fails if a step holds anything of size n beside weights, moments, x and y: also what malloc cannot use again."""
+    path = Path(__file__).parents[1] / "benchmarks" / "engines.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_engines", path)
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    n = 6_000_000
+    (found,) = benchmark.launch("placed", n, seconds=0.1)
+    peak = max(found["peak_building"], found["peak_stepping"])
+    print(f"peak {peak / n:.2f} bytes per weight, forecast {on_cpu('placed', n, 1) / n:.2f}")
+    assert on_cpu("placed", n, 1) == pytest.approx(peak, rel=0.1)
 
 
 def test_zero__takes_the_bucket_on_a_gpu_whole_and_offload_takes_the_optimizer_to_the_host():
