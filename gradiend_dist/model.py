@@ -116,7 +116,7 @@ class GradiendModel(nn.Module):
         largest = max(self._draw(self.encoder_weight[row], kaiming_bound, 1, generator) for row in range(m))
         self.encoder_bias.copy_(torch.empty(m).uniform_(-bound, bound, generator=generator))
         bias = self.decoder_bias_vector
-        for draw_bound in (1.0, largest):
+        for draw_bound in (1.0, abs(largest)):  # of a handful of entries the largest may be negative
             self._draw(self.decoder_weight.view(-1), draw_bound, m, generator)
             if bias is not None:
                 self._draw(bias, draw_bound, 1, generator)

@@ -84,20 +84,21 @@ class Direct(Destination):
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Weights that travel together, in ascending order, and whose parts they are."""
+class Cargo:
+    """What is sent at once: a range of a bucket, and whose parts it is."""
 
-    weights: tuple[Weight, ...]
+    where: slice
     sizes: tuple[int, ...]
     """Entries of each rank: parts ascend with the ranks, so these lie one behind the other."""
     own: tuple[slice, ...]
     """Where this rank's entries go in its own vector, in their order."""
 
-    @staticmethod
-    def of(weights: Sequence[Weight], parts: Sequence[Part], rank: int) -> Bucket:
-        overlaps = [[where for weight in weights for where in _overlap(part, weight)] for part in parts]
-        sizes = tuple(sum(where.stop - where.start for where in places) for places in overlaps)
-        return Bucket(tuple(weights), sizes, tuple(overlaps[rank]))
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights that are complete together, in ascending order."""
+
+    weights: tuple[Weight, ...]
 
     @property
     def size(self) -> int:
@@ -109,11 +110,31 @@ class Bucket:
             yield weight.name, slice(offset, offset + weight.num_selected)
             offset += weight.num_selected
 
+    def cargoes(self, parts: Sequence[Part], rank: int, limit: int) -> Iterator[Cargo]:
+        """The bucket in ranges of at most `limit` entries: a vocabulary's weight is too large to be sent at once."""
+        places = [place.start for _, place in self.places()]
+        positions = list(zip(places, (weight.offset for weight in self.weights), strict=True))
+        for start in range(0, self.size, limit):
+            stop = min(start + limit, self.size)
+            runs = list(_runs(positions, self.size, start, stop))
+            overlaps = [[where for run in runs for where in _overlap(part, *run)] for part in parts]
+            sizes = tuple(sum(where.stop - where.start for where in mine) for mine in overlaps)
+            yield Cargo(slice(start, stop), sizes, tuple(overlaps[rank]))
 
-def _overlap(part: Part, weight: Weight) -> Iterator[slice]:
-    """Where a weight's entries are in a rank's own vector."""
+
+def _runs(positions: list[tuple[int, int]], size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Which ranges of the space lie at [start, stop) of a bucket whose weights begin at (place, position)."""
+    ends = [place for place, _ in positions[1:]] + [size]
+    for (place, position), end in zip(positions, ends, strict=True):
+        low, high = max(place, start), min(end, stop)
+        if low < high:
+            yield position + low - place, position + high - place
+
+
+def _overlap(part: Part, start: int, stop: int) -> Iterator[slice]:
+    """Where a range of the space is in a rank's own vector."""
     for own, there in part.pieces():
-        low, high = max(there.start, weight.offset), min(there.stop, weight.stop)
+        low, high = max(there.start, start), min(there.stop, stop)
         if low < high:
             shift = own.start - there.start
             yield slice(low + shift, high + shift)
@@ -126,8 +147,8 @@ class Buckets:
     they travel at the end of a pass, whether or not they have one this time.
     """
 
-    def __init__(self, space: ParameterSpace, parts: Sequence[Part], comm: Comm, size: int = BUCKET) -> None:
-        self.space, self.parts, self.comm, self.size = space, parts, comm, size
+    def __init__(self, space: ParameterSpace, parts: Sequence[Part], comm: Comm, size: int | None = None) -> None:
+        self.space, self.parts, self.comm, self.size = space, parts, comm, size or BUCKET
         self.everyone_all = all(part.is_whole for part in parts)
         self.silent: frozenset[str] | None = None
         self._lay_out(frozenset())
@@ -147,6 +168,13 @@ class Buckets:
         self.num_waited_for = len(waited_for)
         self.of = {weight.name: number for number, bucket in enumerate(self.buckets) for weight in bucket.weights}
         self.place = {name: where for bucket in self.buckets for name, where in bucket.places()}
+        self._cargoes: dict[tuple[int, int], list[Cargo]] = {}
+
+    def cargoes(self, number: int, limit: int) -> list[Cargo]:
+        if (number, limit) not in self._cargoes:
+            bucket = self.buckets[number]
+            self._cargoes[number, limit] = list(bucket.cargoes(self.parts, self.comm.rank, limit))
+        return self._cargoes[number, limit]
 
     def _cut(self, descending: list[Weight]) -> list[Bucket]:
         buckets: list[Bucket] = []
@@ -154,10 +182,10 @@ class Buckets:
         for weight in descending:
             together.append(weight)
             if sum(w.num_selected for w in together) >= self.size:
-                buckets.append(Bucket.of(together[::-1], self.parts, self.comm.rank))
+                buckets.append(Bucket(tuple(together[::-1])))
                 together = []
         if together:
-            buckets.append(Bucket.of(together[::-1], self.parts, self.comm.rank))
+            buckets.append(Bucket(tuple(together[::-1])))
         return buckets
 
 
@@ -175,7 +203,7 @@ class Reduced(Destination):
         self._written: set[str] = set()
         self._waiting = [{weight.name: 1 for weight in bucket.weights} for bucket in self.layout.buckets]
         self._next = 0
-        self._flying: deque[tuple[Bucket, Tensor, Any]] = deque()
+        self._flying: deque[tuple[Cargo, Tensor, Any]] = deque()
 
     def ranges(self, weight: Weight, *, as_zeros: bool = False) -> Iterator[tuple[Tensor, bool, float]]:
         number = self.layout.of[weight.name]
@@ -208,8 +236,8 @@ class Reduced(Destination):
 
     def _send(self) -> None:
         """Always in the same order, whatever a rank has computed: collectives meet in their order."""
-        bucket = self.layout.buckets[self._next]
-        buffer = self._buffers.pop(self._next, None)
+        number, bucket = self._next, self.layout.buckets[self._next]
+        buffer = self._buffers.pop(number, None)
         self._next += 1
         if buffer is None:
             buffer = torch.zeros(bucket.size, device=self.device)
@@ -217,23 +245,27 @@ class Reduced(Destination):
             for name, where in bucket.places():
                 if name not in self._written:
                     buffer[where].zero_()
+        # Each rank hands round an item of its own: what arrives from all of them together must not be larger.
+        limit = self.layout.size if self.num_items == 1 else max(1, self.layout.size // self.comm.world_size)
+        for cargo in self.layout.cargoes(number, limit):
+            self._flying.append((cargo, *self._dispatch(buffer[cargo.where], cargo.sizes)))
+            if len(self._flying) > IN_FLIGHT:
+                self._land()
+
+    def _dispatch(self, entries: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Any]:
         if self.layout.everyone_all:
-            sent = self.comm.all_reduce(buffer)
-        elif self.num_items == 1:
-            sent = self.comm.reduce_scatter(buffer, bucket.sizes)
-        else:
-            sent = self.comm.exchange(buffer, bucket.sizes)
-        self._flying.append((bucket, *sent))
-        if len(self._flying) > IN_FLIGHT:
-            self._land()
+            return self.comm.all_reduce(entries)
+        if self.num_items == 1:
+            return self.comm.reduce_scatter(entries, sizes)
+        return self.comm.exchange(entries, sizes)
 
     def _land(self) -> None:
-        bucket, received, handle = self._flying.popleft()
+        cargo, received, handle = self._flying.popleft()
         with self.comm.telling("gradients"):
             handle.wait()
         rows = received.view(1, -1) if self.num_items == 1 else received[: self.num_items]
         for item, entries in enumerate(rows):
             offset = 0
-            for where in bucket.own:
+            for where in cargo.own:
                 self.deliver(item, self._into, where, entries[offset : offset + where.stop - where.start])
                 offset += where.stop - where.start

@@ -7,6 +7,7 @@ other, so that no host reads more than one copy of the model and no device holds
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ Arrived = dict[int, tuple[Tensor, Tensor]]
 
 def shard_model(model: nn.Module, plugin: Any, device: torch.device, wanted: set[str]) -> nn.Module:
     """Cut `model` in place, as Accelerate's FSDP plugin says; weights named in `wanted` will get gradients."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # logits that are a view: nobody writes to them
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in wanted)
     options: dict[str, Any] = {

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, build, run; a wrong input is one line and exit code 2, on whichever rank it is found."""
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s", stream=sys.stderr)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of torch and DeepSpeed
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # what matters of its load report is an error of ours
     if not sys.stderr.isatty():

@@ -1,8 +1,8 @@
 """Many ranks, each with a part of n: We, Wd, bd, their moments, x and y are cut alike, so nothing of size n moves.
 
 The step is that of a single process. Its sums over n (We.x; the loss and dloss/dh; norms) are the only traffic: a few
-numbers in three all-reduces, on every rank the same result. Encoder biases, m numbers, live on every rank and
-are updated by the same numbers everywhere.
+numbers in three all-reduces, four where a step has several items, with the same result on every rank. Encoder biases, m
+numbers, live on every rank and are updated by the same numbers everywhere.
 """
 
 from __future__ import annotations
