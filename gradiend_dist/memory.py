@@ -18,8 +18,8 @@ Between two steps the base model works, and needs at that time instead of the st
                   3 float32 per predicted place and vocabulary entry
     indices       8 bytes per entry of a pruned space (FSDP: per own entry)
 
-The peak is the larger of the two times, or that of pre-pruning: base, 2 vectors of 4 bytes per own entry of the whole
-space, base buffers, activations.
+The peak is the larger of the two times, or that of pre-pruning: base, 4 bytes per own entry of the whole space (zero:
+of an even part of it), base buffers, activations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ DEEPSPEED_BUCKET = 500_000_000
 DEEPSPEED_MAX_LIVE = 1_000_000_000
 # Chunks that a step holds at once: the error, what is passed back, an outer product.
 CHUNKS_AT_ONCE = 3
-# Per own entry of the whole space while `pruning.sum_of_sizes` works: two float32 vectors on the device.
-PRE_PRUNE_BYTES = 8
+# On the CPU malloc keeps about as many again that were freed (measured; a GPU's allocator gives them out again).
+CHUNKS_KEPT_ON_CPU = 4
+# Per own entry of the whole space while `pruning.sum_of_sizes` works: one float32 vector on the device.
+PRE_PRUNE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,10 @@ def bucket_sizes(weight_sizes: Sequence[int], size: int = BUCKET) -> list[int]:
     """How `reduction.Buckets` cuts these weights."""
     found, together = [], 0
     for entries in reversed(weight_sizes):
-        together += entries
-        if together >= size:
+        if together and together + entries > size:
             found.append(together)
             together = 0
+        together += entries
     return [*found, together] if together else found
 
 
@@ -347,7 +349,7 @@ def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Nee
         indices=indices,
         base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=True),
         activations=run.pass_of(ranks),
-        pre_prune=PRE_PRUNE_BYTES * base.n if run.is_pruned else 0,
+        pre_prune=PRE_PRUNE_BYTES * -(-base.n // ranks) if run.is_pruned else 0,
         host=need.host + indices,
         sent=need.sent + head.items * head.kinds * all_reduce(4 * head.n, ranks),
     )
@@ -357,7 +359,6 @@ def on_cpu(engine: str, n: int, ranks: int) -> int:
     """Peak bytes of one rank that holds encoder, decoder, x and y alone, as in benchmarks/engines.py."""
     head = Head(n)
     if engine in ("placed", "sliced"):
-        need = sliced(head, -(-n // ranks), chunk=CHUNK)
-    else:
-        need = zero(head, int(engine.removeprefix("zero")), ranks, on_gpu=False)
-    return need.peak
+        part = -(-n // ranks)
+        return sliced(head, part, chunk=CHUNK).peak + 4 * CHUNKS_KEPT_ON_CPU * min(part, CHUNK)
+    return zero(head, int(engine.removeprefix("zero")), ranks, on_gpu=False).peak

@@ -148,7 +148,7 @@ def _count(comm: Comm, entries: Tensor) -> int:
 
 
 def sum_of_sizes(base: BaseGradients, rows: ItemRows, groups: list[list[int]], source: str) -> Tensor:
-    """Mean over the groups of |mean gradient of the group's rows|, on the CPU; two vectors of size n at a time."""
+    """Mean over the groups of |mean gradient of the group's rows|, on the host; the device holds one at a time."""
     total: Tensor | None = None
     for group in groups:
         item = rows.item(group, per_row_mean=True)
@@ -158,9 +158,9 @@ def sum_of_sizes(base: BaseGradients, rows: ItemRows, groups: list[list[int]], s
                 f"The gradient of the pre-prune examples is not finite ({item.name}): check the base model's weights "
                 "and these rows."
             )
-        total = size if total is None else total.add_(size)
+        total = size.cpu() if total is None else total.add_(size.cpu())
     assert total is not None, "there is at least one example"
-    return total.cpu()
+    return total
 
 
 def sample_positions(rows: pd.DataFrame, n_samples: int, seed: int, *, by_row_number: bool) -> list[int]:

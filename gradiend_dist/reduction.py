@@ -180,10 +180,10 @@ class Buckets:
         buckets: list[Bucket] = []
         together: list[Weight] = []
         for weight in descending:
-            together.append(weight)
-            if sum(w.num_selected for w in together) >= self.size:
+            if together and sum(other.num_selected for other in together) + weight.num_selected > self.size:
                 buckets.append(Bucket(tuple(together[::-1])))
                 together = []
+            together.append(weight)
         if together:
             buckets.append(Bucket(tuple(together[::-1])))
         return buckets

@@ -132,7 +132,10 @@ class Workbench:
         model = self.load(path).gradiend
         return top_over_ranks(self.comm, model, part, topk)
 
-    def base_gradients(self, space: ParameterSpace, comm: Comm, parts: Sequence[Part]) -> BaseGradients:
+    def base_gradients(
+        self, space: ParameterSpace, comm: Comm | None = None, parts: Sequence[Part] | None = None
+    ) -> BaseGradients:
+        """The base model's gradients over a space; by default of all ranks, each for the part that it trains."""
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         return BaseGradients(
             self.base_model,
@@ -141,15 +144,15 @@ class Workbench:
             space,
             micro_batch_size=self.args.base_micro_batch_size,
             autocast=autocast,
-            comm=comm,
-            parts=parts,
+            comm=comm or self.comm,
+            parts=parts or self.spread.parts(space),
             shards=self.spread.own_shards(),
         )
 
     def gradients(self, space: ParameterSpace) -> GradientSource:
         """The gradients over the space that is trained in; what was kept for another space is dropped."""
         if self._gradients is None or self._gradients.base.space != space:
-            base = self.base_gradients(space, self.comm, self.spread.parts(space))
+            base = self.base_gradients(space)
             self._gradients = GradientSource(base, GradientStore(self.store_bytes(), self._directory(space, base)))
             self._evaluations = {}
         return self._gradients
@@ -173,7 +176,7 @@ class Workbench:
         if repeated:
             alone = self.base_gradients(space, Comm(), [Part.whole(space.size)])
             return GradientSource(alone, GradientStore(self.store_bytes() // 2))
-        base = self.base_gradients(space, self.comm, self.spread.resting_parts(space))
+        base = self.base_gradients(space, parts=self.spread.resting_parts(space))
         return GradientSource(base, GradientStore(budget_bytes=0))
 
     def store_bytes(self) -> int:
@@ -230,7 +233,7 @@ class Workbench:
 
     def pre_pruned(self, config: PrePruneConfig, seed: int) -> ParameterSpace:
         """The space that pre-pruning leaves; `seed` draws its examples."""
-        base = self.base_gradients(self.space, self.comm, self.spread.parts(self.space))
+        base = self.base_gradients(self.space, parts=self.spread.resting_parts(self.space))
         keep = pre_prune(base, self.training_rows(), config, seed=seed, behaviour=self.args.behaviour)
         return self.space.select(keep)
 

@@ -29,7 +29,6 @@ LAUNCHES = [
 ALL_REDUCES = {1: 3, 3: 4}
 # Of all that is no gradient: numbers of a step, decisions, metrics of an evaluation as a pickle.
 SMALL_BYTES = 4096
-LARGEST_WEIGHT = 93 * 64
 """Of the base model below: feed-forward layers. One such weight may top up a bucket."""
 MARGIN = 0.02
 """Of peak memory: work areas that do not grow with n, and parts that differ by one."""
@@ -95,7 +94,7 @@ def test_run__gathers_nothing_of_size_n(model: Path, launch: str, run: str) -> N
     """Training, evaluations, checkpoints and the promoted model; gradients of evaluations are kept, or weighed as they
     arrive. Fails if weights or gradients are put together on a rank."""
     for rank in launched(model, launch):
-        seen, ranks = rank[run], rank["ranks"]
+        seen = rank[run]
         of_gradients = named(seen, "reduce_scatter_", "_reduce_scatter_base_", "alltoall_base_", "_allgather_base_")
         small = [one for one in seen if one not in of_gradients]
         largest, largest_small = (max(one["bytes"] for one in some) for some in (of_gradients, small))
