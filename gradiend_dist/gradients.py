@@ -569,6 +569,10 @@ class GradientSource:
             return True
         return missing == 0 or (will_keep and self.store.has_room(4 * self.base.largest_part * missing))
 
+    def has(self, item: Item, kinds: Sequence[str]) -> bool:
+        """Are these kept, on every rank?"""
+        return all(self._everyone_has(item.key, kind) for kind in dict.fromkeys(kinds))
+
     def prepare(self, items: Sequence[Item], kinds: Sequence[str]) -> None:
         """Compute and keep those that are missing, a whole item on each rank: for items that will be wanted soon.
 
@@ -577,7 +581,7 @@ class GradientSource:
         kinds = list(dict.fromkeys(kinds))
         if not self.base.in_rounds:
             return
-        missing = [item for item in items if not all(self._everyone_has(item.key, kind) for kind in kinds)]
+        missing = [item for item in items if not self.has(item, kinds)]
         size = 4 * self.base.largest_part * len(kinds)
         for together in self._rounds(missing):
             if not self.store.has_room(size * len(together)) and self.store.directory is None:

@@ -341,7 +341,7 @@ class TrainingLoop:
         item = self._item(number)
         wants_source, wants_target = not self.args.supervised_decoder, not self.args.supervised_encoder
         kinds = [self.args.source] * wants_source + [self.args.target] * wants_target
-        if self.keep:
+        if self.keep and not self.gradients.has(item, kinds):
             self.gradients.prepare(self._from(number), kinds)
         vectors = self.gradients.get(item, kinds, keep=self.keep)
         return (

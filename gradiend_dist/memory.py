@@ -36,8 +36,9 @@ DEEPSPEED_BUCKET = 500_000_000
 DEEPSPEED_MAX_LIVE = 1_000_000_000
 # Chunks that a step holds at once: the error, what is passed back, an outer product.
 CHUNKS_AT_ONCE = 3
-# On the CPU malloc keeps about as many again that were freed (measured; a GPU's allocator gives them out again).
-CHUNKS_KEPT_ON_CPU = 4
+# What a CPU process needs beyond this at its first large step, whatever the engine and n: code that is loaded then, and
+# freed chunks that malloc keeps (measured: 2 to 8 MB).
+PROCESS_ON_CPU = 6_000_000
 # Per own entry of the whole space while `pruning.sum_of_sizes` works: one float32 vector on the device.
 PRE_PRUNE_BYTES = 4
 
@@ -359,6 +360,7 @@ def on_cpu(engine: str, n: int, ranks: int) -> int:
     """Peak bytes of one rank that holds encoder, decoder, x and y alone, as in benchmarks/engines.py."""
     head = Head(n)
     if engine in ("placed", "sliced"):
-        part = -(-n // ranks)
-        return sliced(head, part, chunk=CHUNK).peak + 4 * CHUNKS_KEPT_ON_CPU * min(part, CHUNK)
-    return zero(head, int(engine.removeprefix("zero")), ranks, on_gpu=False).peak
+        need = sliced(head, -(-n // ranks), chunk=CHUNK)
+    else:
+        need = zero(head, int(engine.removeprefix("zero")), ranks, on_gpu=False)
+    return need.peak + PROCESS_ON_CPU
