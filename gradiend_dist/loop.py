@@ -223,6 +223,7 @@ class TrainingLoop:
         self.clock = Clock()
         self._items: dict[int, Item] = {}
         self._visited = plan.visited()
+        self._whole_items = self._can_keep_whole_items()
         self._schedule = self._make_scheduler()
 
     def run(self) -> None:
@@ -232,7 +233,9 @@ class TrainingLoop:
         for run in self.runs:
             self._begin(run)
         done = self.keeper.load(self)
-        if self.evaluation is not None and not done:
+        if self.evaluation is not None and done and self.args.evaluate_fn is None:
+            self.evaluation.encode(self._encoder(self.runs[0]))  # its gradients are kept first, as at step 0
+        elif self.evaluation is not None and not done:
             for run in self.runs:
                 self._evaluate(run, step=0, epoch=0)
         names = ", ".join(str(run.seed) for run in self.runs)
@@ -332,6 +335,19 @@ class TrainingLoop:
             batches.append(GradiendBatch(_stack(sources), _stack(targets), torch.tensor(labels)))
         return batches, "; ".join(names)
 
+    def _can_keep_whole_items(self) -> bool:
+        """Will all gradients of the run be kept, and is any used twice? Then each rank computes whole items.
+
+        Not decided item by item: an item whose rows are split over the ranks has the same gradient up to the order of
+        its sums, and a run that goes on after a kill must compute it in the way that it was computed before.
+        """
+        twice = self.args.max_seeds > 1 or self.plan.visits_items_again()
+        kinds = len({self.args.source, self.args.target})
+        evaluated = 0 if self.evaluation is None else len(self.evaluation.unique)
+        count = kinds * len(self._visited) + evaluated
+        needed = 4 * self.gradients.base.largest_part * count
+        return twice and self.gradients.base.in_rounds and needed <= self.gradients.store.budget_bytes
+
     def _from(self, number: int) -> list[Item]:
         """This item and those that are first visited after it, one for each rank."""
         place = self._visited.index(number)
@@ -341,9 +357,9 @@ class TrainingLoop:
         item = self._item(number)
         wants_source, wants_target = not self.args.supervised_decoder, not self.args.supervised_encoder
         kinds = [self.args.source] * wants_source + [self.args.target] * wants_target
-        if self.keep and not self.gradients.has(item, kinds):
+        if self._whole_items and not self.gradients.has(item, kinds):
             self.gradients.prepare(self._from(number), kinds)
-        vectors = self.gradients.get(item, kinds, keep=self.keep)
+        vectors = self.gradients.get(item, kinds, keep=self.keep or self._whole_items)
         return (
             vectors[self.args.source] if wants_source else None,
             vectors[self.args.target] if wants_target else None,
@@ -395,6 +411,9 @@ class TrainingLoop:
             if self.evaluation is not None and not evaluated:
                 self._evaluate(run, step, epoch)
 
+    def _encoder(self, run: SeedRun) -> Encoder:
+        return Encoder(run.engine.encoding_model(), self.comm, self.args.eval_batch_size)
+
     def _evaluate(self, run: SeedRun, step: int, epoch: int) -> None:
         """Evaluate, turn the encoding if it is upside down, remember the result, keep the checkpoint if it is best."""
         assert self.evaluation is not None
@@ -402,8 +421,7 @@ class TrainingLoop:
             if self.args.evaluate_fn is not None:
                 metrics = dict(self.args.evaluate_fn(run.model))
             else:
-                encoder = Encoder(run.engine.encoding_model(), self.comm, self.args.eval_batch_size)
-                metrics = self.evaluation.metrics(encoder)
+                metrics = self.evaluation.metrics(self._encoder(run))
             metrics = self.comm.decide(metrics)
         metrics = self._normalise(run, step, metrics)
         self._remember(run, step, metrics)

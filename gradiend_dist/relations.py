@@ -400,7 +400,9 @@ def _factual_column(request: Request, given: Input, raw: str) -> str:
     if not given.per_class:
         return config.label_col
     frame = given.frames[raw]
-    candidates = ([raw] if request.column_names_are_classes else []) + [config.label_col, *FACTUAL_COLUMNS]
+    named = [config.label_col] if config.label_col not in FACTUAL_COLUMNS and not request.reference else []
+    # A column that was asked for by its name is not replaced by another one.
+    candidates = ([raw] if request.column_names_are_classes else []) + (named or [config.label_col, *FACTUAL_COLUMNS])
     for column in candidates:
         if column in frame:
             return column

@@ -82,7 +82,13 @@ class SeedTraining:
         Seeds that ride on one stream of gradients end together; they are judged in the same order, and those after the
         last needed one are dropped, so that the result does not depend on how the seeds were trained.
         """
-        self.keeper.open(self.fingerprint, engine=self.bench.spread.launch.engine, resume=self.args.resume)
+        self.keeper.open(
+            self.fingerprint,
+            engine=self.bench.spread.launch.engine,
+            store_bytes=self.bench.store_bytes(),
+            resume=self.args.resume,
+        )
+        self.bench.budget_bytes = self.keeper.store_bytes
         if self.keeper.promoted:
             return self._clear_up_after_promotion()
         all_seeds = [self.args.first_seed + i for i in range(self.args.max_seeds)]

@@ -163,13 +163,15 @@ class StateKeeper:
 
     # --- the run as a whole
 
-    def open(self, depends_on: dict[str, Any], *, engine: str, resume: bool) -> bool:
-        """Begin, or go on with what is there; returns whether it goes on.
+    def open(self, depends_on: dict[str, Any], *, engine: str, store_bytes: int, resume: bool) -> None:
+        """Begin, or go on with what is there.
 
-        What a run depends on must be as it was; a difference is told by its name.
+        What a run depends on must be as it was; a difference is told by its name. `store_bytes` depends on what else
+        the machine does, and decides which gradients are kept: the run goes on with what it had.
         """
         if self.directory is None:
-            return False
+            self.run = {"store_bytes": store_bytes}
+            return
         if not resume:
             self.close()
         path = self.directory / RUN
@@ -177,12 +179,13 @@ class StateKeeper:
         wanted = {"format": FORMAT, "engine": _family(engine), "depends_on": jsonable(depends_on)}
         if found is not None:
             self._require_same(found, wanted)
+            if found["world_size"] != self.comm.world_size:
+                found.update(world_size=self.comm.world_size, store_bytes=store_bytes)
             self.run = found
             logger.info("going on with the unfinished run in %s", self.directory)
-            return True
-        run = {**wanted, "tracker_run_id": secrets.token_hex(8), "seeds_done": [], "promoted": False}
-        self.run = self.comm.decide(run)
-        return False
+            return
+        own = {"world_size": self.comm.world_size, "store_bytes": store_bytes, "tracker_run_id": secrets.token_hex(8)}
+        self.run = self.comm.decide({**wanted, **own, "seeds_done": [], "promoted": False})
 
     def _require_same(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         where = f"{self.directory} holds an unfinished run"
@@ -218,6 +221,10 @@ class StateKeeper:
     def tracker_run_id(self) -> str | None:
         """One id for all parts of an interrupted run, for whatever tracks it."""
         return self.run.get("tracker_run_id")
+
+    @property
+    def store_bytes(self) -> int:
+        return int(self.run["store_bytes"])
 
     @property
     def promoted(self) -> bool:

@@ -46,6 +46,8 @@ class Workbench:
     """The space before pre-pruning."""
     cache_dir: Path | None
     """Where gradients are kept with use_cached_gradients."""
+    budget_bytes: int | None = None
+    """Memory for kept gradients, once a run has settled on it."""
     _gradients: GradientSource | None = None
     _items: ItemRows | None = None
     _evaluations: dict[tuple[Any, ...], EncoderEvaluation] = field(default_factory=dict)
@@ -181,6 +183,8 @@ class Workbench:
 
     def store_bytes(self) -> int:
         """Memory for gradients that are used again: on each rank as much, so that all ranks keep the same."""
+        if self.budget_bytes is not None:
+            return self.budget_bytes
         if self.args.gradient_store_gib is not None:
             return int(self.args.gradient_store_gib * GIB)
         return int(self._free_everywhere(self.placement.base_model) // 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gradiend_dist import readers
+from gradiend_dist import TextPredictionTrainer, demo, readers
 from gradiend_dist.data import (
     FeatureData,
     TextPredictionConfig,
@@ -724,3 +724,14 @@ def test_neutral__is_read_from_every_form(form, tmp_path):
 def test_neutral__rejects_what_is_no_text(value, message):
     with pytest.raises(UserError, match=message):
         read_neutral(value)
+
+
+def test_label_col__that_is_missing_in_a_class_is_not_replaced_by_another_column():
+    """Fails if a misspelt label_col silently trains on `label`."""
+    frames = demo.feature_data()
+    trainer = TextPredictionTrainer("model", data=frames, target_classes=["M", "F"], label_col="word")
+    with pytest.raises(UserError, match="no column with its tokens.*'word'"):
+        _ = trainer.data
+    renamed = {name: frame.rename(columns={"label": "word"}) for name, frame in frames.items()}
+    trainer = TextPredictionTrainer("model", data=renamed, target_classes=["M", "F"], label_col="word")
+    assert len(trainer.data.rows("train"))
