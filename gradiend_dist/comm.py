@@ -120,9 +120,7 @@ class Comm:
         mine = contribution.new_empty(self.world_size * sizes[self.rank])
         receive = [sizes[self.rank]] * self.world_size
         with self.telling("gradients"):
-            handle = dist.all_to_all_single(
-                mine, contribution, receive, list(sizes), group=self.group, async_op=True
-            )
+            handle = dist.all_to_all_single(mine, contribution, receive, list(sizes), group=self.group, async_op=True)
         return mine.view(self.world_size, sizes[self.rank]), handle
 
     # --- decisions, on the host

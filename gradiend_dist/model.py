@@ -345,10 +345,9 @@ class ParamMappedGradiendModel(GradiendModel):
         own = keep
         if not self.part.is_whole:
             owned = [keep[slice(*torch.searchsorted(keep, torch.tensor(ends)).tolist())] for ends in self.part.ranges]
-            own = torch.cat([
-                mine - there.start + here.start
-                for mine, (here, there) in zip(owned, self.part.pieces(), strict=True)
-            ])
+            own = torch.cat(
+                [mine - there.start + here.start for mine, (here, there) in zip(owned, self.part.pieces(), strict=True)]
+            )
         self._keep_entries(own)
         self.part = self.part.after(keep)
         self.space = self.space.select(keep)

@@ -1,9 +1,9 @@
 """How the work is spread over processes: one engine for each way of launching. Accelerate's configuration chooses.
 
-    one process                placed   encoder, decoder and base on the documented devices
-    MULTI_GPU, MULTI_CPU       sliced   every rank a range of n; the base whole on each, rows split
-    FSDP                       sliced   every rank its shards of the base, and the same part of n
-    DEEPSPEED                  zero     encoder and decoder in a DeepSpeed engine; the base whole on each, rows split
+one process                placed   encoder, decoder and base on the documented devices
+MULTI_GPU, MULTI_CPU       sliced   every rank a range of n; the base whole on each, rows split
+FSDP                       sliced   every rank its shards of the base, and the same part of n
+DEEPSPEED                  zero     encoder and decoder in a DeepSpeed engine; the base whole on each, rows split
 """
 
 from __future__ import annotations

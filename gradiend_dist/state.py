@@ -460,7 +460,6 @@ class StateKeeper:
             _set_generators(torch.load(own, weights_only=True))
         return int(progress["step"])
 
-
     def _load_tensors(self, tensors: dict[str, Any], path: Path) -> None:
         """Into the tensors in place, from whatever ranges they were saved as."""
         try:

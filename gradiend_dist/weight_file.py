@@ -78,9 +78,7 @@ def write_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
     comm.meet(f"writing {path.name}")
 
 
-def _received(
-    table: list[tuple[str, int, int]], comm: Comm, source: int, dtype: torch.dtype
-) -> Iterator[Piece]:
+def _received(table: list[tuple[str, int, int]], comm: Comm, source: int, dtype: torch.dtype) -> Iterator[Piece]:
     """What rank `source` sends, in blocks, in the order of its table."""
     for name, start, size in table:
         for offset in range(0, size, TOGETHER // dtype.itemsize):
