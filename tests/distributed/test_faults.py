@@ -182,7 +182,7 @@ POINTS = {
     "promoted, not cleared": fault("gradiend_dist.seeds:strip_models", 1, rank=0, when="after"),
     "before the state is removed": fault("gradiend_dist.state:StateKeeper.close", 1, rank=0),
 }
-BY_DEFAULT = ("pre-pruning", "middle of an epoch", "between two renames", "promoted, not cleared")
+BY_DEFAULT = ("middle of an epoch", "between two renames", "promoted, not cleared")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,7 @@ def test_killed_rank__is_named(run_file, tmp_path):
     assert "rank 1 is gone or does not answer" in one_line(launched.text)
 
 
+@pytest.mark.slow
 def test_silent_rank__is_given_up_after_the_timeout(run_file, tmp_path):
     start = time.monotonic()
     launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.loop:TrainingLoop._step", 5, do="stop"))
@@ -238,7 +239,9 @@ def test_unexpected_exception__is_shown_once_and_ends_all_ranks(run_file, tmp_pa
     assert "gradiend-dist train:" not in launched.text
 
 
-@pytest.mark.parametrize("at", ["gradiend_dist.weight_file:_write", "gradiend_dist.state:_files"])
+@pytest.mark.parametrize(
+    "at", ["gradiend_dist.weight_file:_write", pytest.param("gradiend_dist.state:_files", marks=pytest.mark.slow)]
+)
 def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expected, tmp_path):
     rank = 1 if "weight_file" in at else 0
     output = tmp_path / "run"
@@ -254,7 +257,7 @@ def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expe
     "number",
     [
         signal.SIGTERM,
-        signal.SIGUSR1,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
@@ -284,6 +287,7 @@ def interrupted(run_file: Path, tmp_path: Path) -> Iterator[Callable[[], Launche
     yield lambda: Launched(run_file, output, None)
 
 
+@pytest.mark.slow
 def test_truncated_state__the_one_before_is_taken(interrupted, expected, tmp_path):
     newest = max((tmp_path / "run" / "state").glob("step_*"))
     file = next((newest / "tensors").glob("__1_*"))
