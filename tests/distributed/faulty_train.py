@@ -8,6 +8,8 @@ from 1), `when` (before or after the call) and `do`:
     stop    the process stops answering
     nan     the call's tensors become NaN (an engine's step: its batch)
     full    no space is left on the device
+
+PAUSE holds seconds to wait before every step, for tests that must act, or see a state saved, between two of them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 
@@ -60,10 +63,23 @@ def inject(fault: dict[str, Any]) -> None:
     setattr(owner, name, faulty)
 
 
+def slow_down(seconds: float) -> None:
+    from gradiend_dist.loop import TrainingLoop
+
+    step = TrainingLoop._step
+
+    def slow(*args: Any) -> None:
+        time.sleep(seconds)
+        step(*args)
+
+    TrainingLoop._step = slow  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     from gradiend_dist import train
 
+    slow_down(float(os.environ["PAUSE"]))
     fault = json.loads(os.environ["FAULT"])
-    if int(os.environ.get("RANK", "0")) == fault["rank"]:
+    if fault is not None and int(os.environ.get("RANK", "0")) == fault["rank"]:
         inject(fault)
     sys.exit(train.main())

@@ -28,6 +28,8 @@ CONFIGS = HERE.parents[1] / "accelerate_configs"
 # A launch takes 10 s on an idle machine; a rank that does not answer is given up after ddp_timeout.
 LIMIT = 150.0
 ANSWER_WITHIN = 30
+# Between two steps, where a test must act there; ranks look for requests, and finish saving, every half second.
+PAUSE = 0.4
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,13 @@ class Launched:
     """A real `accelerate launch` of two gloo ranks, in a session of its own."""
 
     def __init__(
-        self, run_file: Path, output: Path, fault: dict[str, Any] | None, ranks: int = 2, config: str = "cpu_2"
+        self,
+        run_file: Path,
+        output: Path,
+        fault: dict[str, Any] | None,
+        ranks: int = 2,
+        config: str = "cpu_2",
+        pause: float = 0.0,
     ) -> None:
         self.output, self.log = output, output.with_suffix(".log")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -76,8 +84,8 @@ class Launched:
         )
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
         what = ["-m", "gradiend_dist.train"]
-        if fault is not None:
-            environment["FAULT"] = json.dumps(fault)
+        if fault is not None or pause:
+            environment |= {"FAULT": json.dumps(fault), "PAUSE": str(pause)}
             what = [str(HERE / "faulty_train.py")]
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
         command += ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(ranks), *what]
@@ -266,7 +274,7 @@ def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expe
 )
 def test_signal_to_the_launcher__saves_and_the_same_command_goes_on(number, run_file, expected, tmp_path):
     output = tmp_path / "run"
-    launched = Launched(run_file, output, None)
+    launched = Launched(run_file, output, None, pause=PAUSE)
     launched.wait_for(r"seed 0 step 9/")
     os.kill(launched.process.pid, number)
     launched.wait()
@@ -282,7 +290,8 @@ def test_signal_to_the_launcher__saves_and_the_same_command_goes_on(number, run_
 def interrupted(run_file: Path, tmp_path: Path) -> Iterator[Callable[[], Launched]]:
     """A run that was killed at its twelfth step, and how to go on with it."""
     output = tmp_path / "run"
-    assert Launched(run_file, output, fault("gradiend_dist.loop:TrainingLoop._step", 12)).wait() != 0
+    killed = Launched(run_file, output, fault("gradiend_dist.loop:TrainingLoop._step", 13), pause=PAUSE)
+    assert killed.wait() != 0
     assert len(list((output / "state").glob("step_*"))) == 2
     yield lambda: Launched(run_file, output, None)
 
@@ -327,7 +336,8 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def test_other_world_size__goes_on_to_the_same_result(before, after, run_file, expected, tmp_path):
     """The tolerance is that of float32 sums in another order, which Adam's first steps carry into single weights."""
     output = tmp_path / "run"
-    killed = Launched(run_file, output, fault("gradiend_dist.loop:TrainingLoop._step", 10, rank=0), ranks=before)
+    point = fault("gradiend_dist.loop:TrainingLoop._step", 12, rank=0)
+    killed = Launched(run_file, output, point, ranks=before, pause=PAUSE)
     assert killed.wait() != 0
     launched = Launched(run_file, output, None, ranks=after)
     assert launched.wait() == 0, launched.text
@@ -343,8 +353,8 @@ def test_kill__holds_for_every_engine(config, run_file, tmp_path):
     """Each against its own uninterrupted run: bit for bit."""
     undisturbed = Launched(run_file, tmp_path / "undisturbed", None, config=config)
     assert undisturbed.wait() == 0, undisturbed.text
-    point = fault("gradiend_dist.loop:TrainingLoop._step", 24)
-    killed = Launched(run_file, tmp_path / "run", point, config=config)
+    point = fault("gradiend_dist.loop:TrainingLoop._step", 26)
+    killed = Launched(run_file, tmp_path / "run", point, config=config, pause=PAUSE)
     assert killed.wait() != 0
     assert "rank 1 is gone or does not answer" in one_line(killed.text)
     again = Launched(run_file, tmp_path / "run", None, config=config)
@@ -356,7 +366,7 @@ def test_kill__holds_for_every_engine(config, run_file, tmp_path):
 @pytest.mark.slow
 def test_zero__another_number_of_ranks_is_refused_with_the_remedy(run_file, tmp_path):
     point = fault("gradiend_dist.loop:TrainingLoop._step", 12)
-    assert Launched(run_file, tmp_path / "run", point, config="zero1").wait() != 0
+    assert Launched(run_file, tmp_path / "run", point, config="zero1", pause=PAUSE).wait() != 0
     launched = Launched(run_file, tmp_path / "run", None, ranks=3, config="zero1")
     assert launched.wait() != 0
     assert "2" in one_line(launched.text) and "3" in one_line(launched.text)
