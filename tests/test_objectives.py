@@ -193,9 +193,9 @@ def test_causal__white_space_before_the_blank_is_context_and_not_the_label(gap):
 def test_causal__a_long_word_is_asked_for_by_its_first_piece(kind):
     tokenizer, mark, _ = kind
     objective = causal(tokenizer)
-    pieces = body(tokenizer, "said xylophone")[len(body(tokenizer, "said")) :]
+    pieces = body(tokenizer, "said mandolate")[len(body(tokenizer, "said")) :]
     assert len(pieces) > 2
-    label = tokens(objective, objective.cloze("The man said [MASK]", "xylophone").labels)
+    label = tokens(objective, objective.cloze("The man said [MASK]", "mandolate").labels)
     assert label == [next(piece for piece in pieces if piece != mark)]
 
 
@@ -402,3 +402,19 @@ def test_masked__asks_for_the_word_as_it_stands_in_the_text(template: str, as_re
     tokenizer = tiny.byte_level_tokenizer(additional_special_tokens=["<mask>"], mask_token="<mask>")
     cloze = MaskedObjective(tokenizer, 40, "[MASK]", as_reference=as_reference).cloze(template, "he")
     assert tokenizer.convert_ids_to_tokens(list(cloze.labels)) == [piece]
+
+
+@pytest.mark.parametrize("word", ["zzz", "he zzz"])
+def test_masked__a_word_that_is_unknown_is_refused(word):
+    """Fails if all words outside the vocabulary are trained on as one and the same [UNK]."""
+    objective = MaskedObjective(tiny.wordpiece_tokenizer(), 64, "[MASK]")
+    with pytest.raises(UserError, match=f"The word '{word}' has no token"):
+        objective.cloze("the man said [MASK] left", word)
+    reference = MaskedObjective(tiny.wordpiece_tokenizer(), 64, "[MASK]", as_reference=True)
+    assert reference.cloze("the man said [MASK] left", word).labels
+
+
+def test_causal__a_word_that_is_unknown_is_refused():
+    objective = CausalObjective(tiny.metaspace_tokenizer(), 64, "[MASK]", as_reference=False)
+    with pytest.raises(UserError, match="has no token"):
+        objective.cloze("The man said [MASK]", "xylophone")
