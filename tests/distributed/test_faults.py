@@ -265,10 +265,7 @@ def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expe
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
     ids=lambda number: signal.Signals(number).name,
 )
