@@ -4,7 +4,7 @@ Three kinds of traffic, each on the way that suits it:
 
     numbers of a step    `total`, `reduce_scatter`, `exchange`: on the devices' own backend (NCCL, or gloo on CPUs)
     decisions            `decide`, `largest`, `smallest`, `gather`: a gloo group of the hosts, not a device's stream
-    waiting for rank 0   `first`, `meet`: on a store that rank 0 keeps, with a timeout of its own and a message
+    waiting for rank 0   `first`, `meet`: on the store that the launcher keeps, with a timeout of its own and a message
                          that names what is being waited for; no rank sits in a collective while rank 0 copies files
 
 A single process has a `Comm` as well, and every method is then the identity.
@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from gradiend_dist.errors import UserError
@@ -67,9 +66,6 @@ class Comm:
     control: Any = None
     """Gloo group of the hosts."""
     store: Any = None
-    """The launcher's: it outlives any rank, and tells who has failed."""
-    meetings: Any = None
-    """Rank 0's: it outlives the launcher, so that ranks can still save their state together."""
     _meetings: int = field(default=0, repr=False)
     _unshared: set[Path] = field(default_factory=set, repr=False)
 
@@ -90,7 +86,6 @@ class Comm:
         if dist.get_backend() != "gloo":
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         return cls(
-            meetings=_own_store(control),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -253,9 +248,9 @@ class Comm:
             try:
                 result = work()
             except BaseException:
-                self.meetings.set(key, pickle.dumps((False, None)))
+                self.store.set(key, pickle.dumps((False, None)))
                 raise
-            self.meetings.set(key, pickle.dumps((True, result)))
+            self.store.set(key, pickle.dumps((True, result)))
             return result
         fine, found = pickle.loads(self._await(key, f"rank 0 ({what})"))
         if not fine:
@@ -268,7 +263,7 @@ class Comm:
             return
         self._meetings += 1
         key = f"meet/{self._meetings}"
-        self.meetings.set(f"{key}/{self.rank}", b"")
+        self.store.set(f"{key}/{self.rank}", b"")
         for rank in range(self.world_size):
             self._await(f"{key}/{rank}", f"rank {rank} ({what})")
 
@@ -276,8 +271,8 @@ class Comm:
         start = said = time.monotonic()
         while True:
             try:
-                self.meetings.wait([key], timedelta(seconds=LOOK_SECONDS))
-                found: bytes = self.meetings.get(key)
+                self.store.wait([key], timedelta(seconds=LOOK_SECONDS))
+                found: bytes = self.store.get(key)
                 return found
             except dist.DistStoreError as error:  # not there yet
                 now = time.monotonic()
@@ -335,15 +330,6 @@ class Comm:
         silent = [str(rank) for rank in range(self.world_size) if rank not in alive]
         whom = f"rank {', '.join(silent)} is gone or does not answer" if silent else "the ranks lost each other"
         return f"{whom} ({lost}): see its log; the same command goes on from the last saved state"
-
-
-def _own_store(control: Any) -> TCPStore:
-    """A store in the process of rank 0, which the other ranks join."""
-    host, is_first = os.environ.get("MASTER_ADDR", "127.0.0.1"), dist.get_rank() == 0
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
-    port = [None if store is None else store.port]
-    dist.broadcast_object_list(port, src=0, group=control, device=torch.device("cpu"))
-    return store or TCPStore(host, port[0] or 0, is_master=False)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
