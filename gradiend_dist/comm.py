@@ -4,8 +4,12 @@ Three kinds of traffic, each on the way that suits it:
 
     numbers of a step    `total`, `reduce_scatter`, `exchange`: on the devices' own backend (NCCL, or gloo on CPUs)
     decisions            `decide`, `largest`, `smallest`, `gather`: a gloo group of the hosts, not a device's stream
-    waiting for rank 0   `first`, `meet`: on the store that the launcher keeps, with a timeout of its own and a message
+    waiting for rank 0   `first`, `meet`: on a store that rank 0 keeps, with a timeout of its own and a message
                          that names what is being waited for; no rank sits in a collective while rank 0 copies files
+
+The launcher keeps a store too. It outlives every rank, so it tells who has failed; but a launcher that a signal ends
+takes it along, while the ranks still have to save their state together. So they meet on rank 0's, which leaves last
+(`farewell`).
 
 A single process has a `Comm` as well, and every method is then the identity.
 """
@@ -27,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from gradiend_dist.errors import UserError
@@ -40,6 +45,8 @@ LAST_WORDS_SECONDS = 3.0
 # How often a rank that waits for rank 0 looks whether it has failed, and how often it says that it waits.
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 60.0
+# How long rank 0 keeps its store for ranks that are about to leave.
+FAREWELL_SECONDS = 20.0
 VISIBLE_SECONDS = 5.0
 
 
@@ -66,7 +73,10 @@ class Comm:
     control: Any = None
     """Gloo group of the hosts."""
     store: Any = None
-    _meetings: int = field(default=0, repr=False)
+    """The launcher's: who has failed."""
+    meetings: Any = None
+    """Rank 0's: who is where."""
+    _count: int = field(default=0, repr=False)
     _unshared: set[Path] = field(default_factory=set, repr=False)
 
     @property
@@ -92,6 +102,7 @@ class Comm:
             timeout=timeout,
             control=control,
             store=PrefixStore("gradiend_dist", _get_default_store()),
+            meetings=_store_of_rank_0(control),
         )
 
     # --- numbers of a step
@@ -242,17 +253,17 @@ class Comm:
         """
         if self.is_alone:
             return work()
-        self._meetings += 1
-        key = f"first/{self._meetings}"
+        self._count += 1
+        key = f"first/{self._count}"
         if self.is_first:
             try:
                 result = work()
             except BaseException:
-                self.store.set(key, pickle.dumps((False, None)))
+                self.meetings.set(key, pickle.dumps((False, None)))
                 raise
-            self.store.set(key, pickle.dumps((True, result)))
+            self.meetings.set(key, pickle.dumps((True, result)))
             return result
-        fine, found = pickle.loads(self._await(key, f"rank 0 ({what})"))
+        fine, found = pickle.loads(self._await(key, lambda: f"rank 0 ({what})"))
         if not fine:
             raise PeerError
         return found
@@ -261,30 +272,49 @@ class Comm:
         """Go on when every rank is here."""
         if self.is_alone:
             return
-        self._meetings += 1
-        key = f"meet/{self._meetings}"
-        self.store.set(f"{key}/{self.rank}", b"")
-        for rank in range(self.world_size):
-            self._await(f"{key}/{rank}", f"rank {rank} ({what})")
+        self._count += 1
+        key = f"meet/{self._count}"
+        self._arrive(key, self.world_size)
+        self._await(f"{key}/all", lambda: f"{self._missing(key)} ({what})")
 
-    def _await(self, key: str, whom: str) -> bytes:
+    def farewell(self) -> None:
+        """The run ends well on every rank. Rank 0 keeps its store until the others need it no more, or are gone."""
+        if self.is_alone:
+            return
+        with contextlib.suppress(RuntimeError):
+            if self.is_first:
+                self.meetings.wait(["farewell/all"], timedelta(seconds=FAREWELL_SECONDS))
+            else:
+                self._arrive("farewell", self.world_size - 1)
+
+    def _arrive(self, key: str, expected: int) -> None:
+        """Sign; the last one tells everybody, so that each rank waits for one key and not for one per rank."""
+        self.meetings.set(f"{key}/{self.rank}", b"")
+        if self.meetings.add(f"{key}/count", 1) == expected:
+            self.meetings.set(f"{key}/all", b"")
+
+    def _missing(self, key: str) -> str:
+        missing = [str(rank) for rank in range(self.world_size) if not self.meetings.check([f"{key}/{rank}"])]
+        return f"rank {', '.join(missing)}"
+
+    def _await(self, key: str, whom: Callable[[], str]) -> bytes:
         start = said = time.monotonic()
         while True:
             try:
-                self.store.wait([key], timedelta(seconds=LOOK_SECONDS))
-                found: bytes = self.store.get(key)
+                self.meetings.wait([key], timedelta(seconds=LOOK_SECONDS))
+                found: bytes = self.meetings.get(key)
                 return found
             except dist.DistStoreError as error:  # not there yet
                 now = time.monotonic()
                 if self._peer_failed():
                     raise PeerError from error
                 if now - start >= self.timeout:
-                    raise PeerLost(f"waiting for {whom} for {now - start:.0f} s") from error
+                    raise PeerLost(f"waiting for {whom()} for {now - start:.0f} s") from error
                 if now - said >= PATIENCE_SECONDS:
-                    logger.info("still waiting for %s, %.0f of %.0f s", whom, now - start, self.timeout)
+                    logger.info("still waiting for %s, %.0f of %.0f s", whom(), now - start, self.timeout)
                     said = now
             except RuntimeError as error:
-                raise PeerLost(f"waiting for {whom}") from error
+                raise PeerLost("waiting for rank 0") from error  # its store is gone, and it with it
 
     # --- ending together
 
@@ -330,6 +360,15 @@ class Comm:
         silent = [str(rank) for rank in range(self.world_size) if rank not in alive]
         whom = f"rank {', '.join(silent)} is gone or does not answer" if silent else "the ranks lost each other"
         return f"{whom} ({lost}): see its log; the same command goes on from the last saved state"
+
+
+def _store_of_rank_0(control: Any) -> TCPStore:
+    """A store in the process of rank 0, which the other ranks join."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    own = TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = [None if own is None else own.port]
+    dist.broadcast_object_list(port, src=0, group=control, device=torch.device("cpu"))
+    return own or TCPStore(host, port[0] or 0, is_master=False)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:

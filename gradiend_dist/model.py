@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -55,7 +54,9 @@ class Projection(nn.Module):
         self.linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.linear.weight, self.linear.bias)
+        # The layer itself, not F.linear with its weights: ZeRO-3 fetches what a module owns when the module is called.
+        found: Tensor = self.linear(x)
+        return found
 
 
 class GradiendModel(nn.Module):

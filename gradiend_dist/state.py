@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +173,10 @@ class StateKeeper:
         if self.directory is None:
             self.run = {"store_bytes": store_bytes}
             return
+        if not self.comm.is_alone:
+            # For the thread that saves: its messages must not mix with those of the training. Made now, while the
+            # launcher is there: a state may have to be saved when it is gone.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.comm.timeout))
         if not resume:
             self.close()
         path = self.directory / RUN
@@ -361,17 +366,11 @@ class StateKeeper:
             tensors,
             storage_writer=FileSystemWriter(partial / "tensors", single_file_per_rank=True),
             async_stager=AlreadyStaged(),
-            process_group=self._background(),
+            process_group=self._group,
             no_dist=self.comm.is_alone,
         )
         assert isinstance(found, Future), "staged already"
         return found
-
-    def _background(self) -> Any:
-        """A group of its own for the thread that saves: its messages must not mix with those of the training."""
-        if self._group is None and not self.comm.is_alone:
-            self._group = dist.new_group(backend="gloo")
-        return self._group
 
     def _finish_saving(self) -> None:
         """Wait for the state that is being written, put it into its place and delete the oldest."""
@@ -407,6 +406,7 @@ class StateKeeper:
 
     def load(self, loop: TrainingLoop) -> int:
         """Bring the loop to the newest complete state of its seeds; returns its step, 0 where there is none."""
+        self._next_look, self._last_look = 0, (0, time.monotonic())  # steps are counted anew for these seeds
         if self.directory is None:
             return 0
         candidates = self.comm.first("looking for a state", self._complete_steps)

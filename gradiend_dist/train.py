@@ -249,7 +249,9 @@ def attempt(command: Command, interrupt: Interrupt) -> tuple[int, str | None]:
     comm = Comm()
     try:
         comm = launched(float(command.args.ddp_timeout)).comm
-        return run(command, interrupt), None
+        code = run(command, interrupt)
+        comm.farewell()
+        return code, None
     except UserError as error:
         interrupt.ignore()
         return 2, f"error: {error}" if comm.speaks() else None
@@ -287,6 +289,7 @@ def words_on_preemption(stop: Preempted, comm: Comm) -> tuple[int, str | None]:
     if stop.step is None:
         words = f"{name}: stopped before anything could be saved; the same command goes on from the last saved state"
         return (130 if by_user else 128 + stop.signum), words if comm.speaks() else None
+    comm.farewell()
     words = f"{name}: the state after step {stop.step} is saved; the same command goes on from there"
     return (130 if by_user else 0), words if comm.is_first else None
 

@@ -52,8 +52,9 @@ if [[ -z $processes ]]; then
 fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--num_processes $processes: no GPU was found; pass a number of processes, or --engine single"
 
+# torchrun's --signals-to-handle by environment, since accelerate has no such flag.
 # The launcher hands these on to every rank, which saves its state and ends; the same command then goes on.
-export TORCHELASTIC_SIGNALS_TO_HANDLE=${TORCHELASTIC_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGUSR1,SIGUSR2}
+export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2}
 command=("${ACCELERATE:-accelerate}" launch --quiet --config_file "$config" --num_processes "$processes" -m gradiend_dist.train "$@")
 printf '%q ' "${command[@]}"; echo
 [[ -n $dry_run ]] || exec "${command[@]}"

@@ -76,8 +76,10 @@ class Launched:
         ranks: int = 2,
         config: str = "cpu_2",
         pause: float = 0.0,
+        script: bool = False,
     ) -> None:
         self.output, self.log = output, output.with_suffix(".log")
+        self.begun = self.log.stat().st_size if self.log.exists() else 0  # behind what earlier launches have said
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment["ACCELERATE_TORCH_DEVICE" if "zero" in config else "ACCELERATE_USE_CPU"] = (
             "cpu" if "zero" in config else "true"
@@ -89,6 +91,9 @@ class Launched:
             what = [str(HERE / "faulty_train.py")]
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
         command += ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(ranks), *what]
+        if script:
+            environment["ACCELERATE"] = str(Path(sys.executable).parent / "accelerate")
+            command = [str(CONFIGS.parent / "launch" / "single_node.sh"), "--engine", config, "--"]
         command += ["--config", str(run_file), "--experiment_dir", str(output)]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -97,7 +102,7 @@ class Launched:
 
     @property
     def text(self) -> str:
-        return self.log.read_text()
+        return self.log.read_bytes()[self.begun :].decode()
 
     def wait(self) -> int:
         """The exit code; the whole session has ended with the launcher, or the test fails."""
@@ -262,25 +267,43 @@ def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expe
 
 
 @pytest.mark.parametrize(
-    "number",
+    ("number", "seed", "code"),
     [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        (signal.SIGTERM, 0, None),
+        # These end the launcher, which does not know them: the ranks have to save without it and its store.
+        (signal.SIGUSR1, 1, -signal.SIGUSR1),
+        pytest.param(signal.SIGUSR2, 0, -signal.SIGUSR2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 0, -signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 1, None, marks=pytest.mark.slow),
     ],
-    ids=lambda number: signal.Signals(number).name,
+    ids=lambda value: getattr(value, "name", ""),
 )
-def test_signal_to_the_launcher__saves_and_the_same_command_goes_on(number, run_file, expected, tmp_path):
+def test_signal_to_the_launcher__saves_and_the_same_command_goes_on(number, seed, code, run_file, expected, tmp_path):
     output = tmp_path / "run"
     launched = Launched(run_file, output, None, pause=PAUSE)
-    launched.wait_for(r"seed 0 step 9/")
+    launched.wait_for(rf"seed {seed} step 9/")
     os.kill(launched.process.pid, number)
-    launched.wait()
+    ended = launched.wait()
+    assert code is None or ended == code
     found = re.search(r"the state after step (\d+) is saved; the same command goes on", one_line(launched.text))
     assert found is not None, launched.text
     again = Launched(run_file, output, None)
     assert again.wait() == 0, again.text
     assert f"going on after step {found[1]}" in again.text
     assert_same(result_of(output), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name)
+def test_signal_to_single_node_sh__is_handed_on_to_every_rank(number, run_file, tmp_path):
+    values = yaml.safe_load(run_file.read_text())
+    long_run = tmp_path / "long.yaml"
+    long_run.write_text(yaml.safe_dump({**values, "max_steps": 100_000, "eval_steps": 100_000}))
+    launched = Launched(long_run, tmp_path / "run", None, script=True)
+    launched.wait_for(r"seed 0 step 9/")
+    os.kill(launched.process.pid, number)
+    launched.wait()
+    assert f"{number.name}: the state after step" in one_line(launched.text)
 
 
 @pytest.fixture

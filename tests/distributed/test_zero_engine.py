@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from zero_script import CASES, RESUMED, STAGE_3_CASES
+from zero_script import CASES, RESUMED, RESUMED_AT_STAGE_3, STAGE_3_CASES
 
 from gradiend_dist.engines import StepOptions
 from gradiend_dist.engines.zero import cut_in_rows, make_optimizer, resolve_config
@@ -98,8 +98,14 @@ def test_step__equals_a_single_process(config, case):
     assert found["bad_step_shows"] and found["unchanged_by_bad_step"]
 
 
-@pytest.mark.parametrize("case", RESUMED)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        pytest.param(config, case, marks=pytest.mark.slow if config == "zero3_offload" else ())
+        for config, stage in STAGES.items()
+        for case in [*RESUMED, *(RESUMED_AT_STAGE_3 if stage == 3 else ())]
+    ],
+)
 def test_load_own__goes_on_bit_for_bit(config, case):
     """Fails by moments, step counts, a flipped frozen half or masters that the checkpoint lacks."""
     found = launched(config)[f"resume_{case}"]
