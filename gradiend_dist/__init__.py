@@ -19,6 +19,8 @@ _HOMES = {
     "ParamMappedGradiendModel": "model",
     "ModelWithGradiend": "model",
     "create_model_with_gradiend": "model",
+    "LMSThresholdPolicy": "evaluation.selection",
+    "LMSTimesMetricPolicy": "evaluation.selection",
     "UserError": "errors",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 USAGE = """usage: gradiend-dist SUBCOMMAND ...
 
-  train   train GRADIEND models for a feature (see gradiend-dist train --help)
-  demo    write the embedded example: a small language model, its data and a configuration
-  plan    memory per GPU, bytes sent and what fits, for every engine, from a model's configuration alone
+  train     train GRADIEND models for a feature (see gradiend-dist train --help)
+  evaluate  what a finished run has learnt: its encodings, and its base model rewritten over a grid of strengths
+  rewrite   save the base model of a finished run, changed to make a class more or less probable
+  demo      write the embedded example: a small language model, its data and a configuration
+  plan      memory per GPU, bytes sent and what fits, for every engine, from a model's configuration alone
 
   --version, --help
 """
@@ -17,6 +19,18 @@ USAGE = """usage: gradiend-dist SUBCOMMAND ...
 
 def _train(argv: Sequence[str]) -> int:
     from gradiend_dist.train import main
+
+    return main(argv)
+
+
+def _evaluate(argv: Sequence[str]) -> int:
+    from gradiend_dist.evaluate import main
+
+    return main(argv)
+
+
+def _rewrite(argv: Sequence[str]) -> int:
+    from gradiend_dist.rewrite import main
 
     return main(argv)
 
@@ -39,7 +53,13 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
-SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "demo": _demo, "plan": _plan}
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "rewrite": _rewrite,
+    "demo": _demo,
+    "plan": _plan,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

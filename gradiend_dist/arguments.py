@@ -60,10 +60,6 @@ NOT_SUPPORTED = {
     "decoder_mlm_head_lr": "the objective clm_mlm_head is not available",
     "decoder_mlm_head_max_size": "the objective clm_mlm_head is not available",
     "decoder_sequence_cloze_rhs_window": "the objective clm_sequence_cloze is not available",
-    "decoder_eval_max_size_training_like": "evaluate_decoder is not part of this version",
-    "decoder_eval_max_size_neutral": "evaluate_decoder is not part of this version",
-    "decoder_eval_lrs": "evaluate_decoder is not part of this version",
-    "decoder_eval_feature_factors": "evaluate_decoder is not part of this version",
     "split_resplit_per_seed": "splits are the same for every seed",
     "split_resplit_strategy": "splits are the same for every seed",
     "reuse_pre_prune": "the pruned space is computed once for all seeds",
@@ -230,6 +226,12 @@ class EvaluationArguments:
     encoder_eval_balance: bool = help_field(True, "Give every feature class the same weight in an evaluation.")
     include_other_classes: bool = help_field(False, "Evaluate transitions of other classes as well, with label 0.")
     seed_selection_eval_max_size: int | None = help_field(None, "Rows per group when seeds are compared.")
+    decoder_eval_lrs: list[float] | None = help_field(None, "Learning rates of the decoder grid. None: 100 to 0.001.")
+    decoder_eval_feature_factors: list[float] | None = help_field(
+        None, "Feature factors of the decoder grid. None: those that strengthen the target classes."
+    )
+    decoder_eval_max_size_training_like: int | None = help_field(None, "Rows per direction of the decoder grid.")
+    decoder_eval_max_size_neutral: int | None = help_field(None, "Neutral texts of the decoder grid.")
     evaluate_fn: Any = help_field(None, "Your own evaluation, f(model) -> {'correlation': ...}; Python only.")
 
 

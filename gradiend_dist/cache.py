@@ -7,9 +7,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gradiend_dist.arguments import TrainingArguments
 from gradiend_dist.checkpoint import TRAINING, WEIGHTS, is_model_directory
+from gradiend_dist.comm import Comm
 from gradiend_dist.files import read_json
+from gradiend_dist.model import GradiendModel
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +24,8 @@ WITHOUT_EFFECT = (
     "device_decoder", "device_base_model", "encoder_decoder_same_device", "use_cached_gradients", "gradient_store_gib",
     "seeds_in_parallel", "base_micro_batch_size", "metadata", "saved_seed_runs", "keep_seed_runs", "delete_models",
     "fail_on_non_convergence", "seed_runs_dir", "seed_stability_topk", "seed_stability_part",
-    "analyze_seed_stability", "trust_remote_code", "save_total_limit", "resume", "ddp_timeout",
+    "analyze_seed_stability", "trust_remote_code", "save_total_limit", "resume", "ddp_timeout", "decoder_eval_lrs",
+    "decoder_eval_feature_factors", "decoder_eval_max_size_training_like", "decoder_eval_max_size_neutral",
 )  # fmt: skip
 # Seeds themselves do not depend on how many of them there are, nor on when a further one is not needed.
 WITHOUT_EFFECT_ON_A_SEED = (
@@ -84,6 +90,41 @@ def model_files_hash(model: str) -> str | None:
             stream.seek(max(0, size - _SAMPLE))
             digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()[:32]
+
+
+def content_hash(model: GradiendModel, comm: Comm) -> str:
+    """Hash of a model's weights: the same however they are cut over the ranks.
+
+    Each entry's bits, mixed with its place and summed modulo 2^64: sums have no order.
+    """
+    part, m = model.part, model.latent_dim
+    tensors = [(row, 1) for row in model.encoder_weight] + [(model.decoder_weight.reshape(-1), m)]
+    if model.decoder_bias_vector is not None:
+        tensors.append((model.decoder_bias_vector, 1))
+    sums = []
+    for tensor, width in tensors:
+        total = torch.zeros((), dtype=torch.int64)
+        for own, there in part.pieces():
+            for start in range(own.start * width, own.stop * width, _SAMPLE):
+                stop = min(start + _SAMPLE, own.stop * width)
+                place = torch.arange(start, stop) + (there.start - own.start) * width
+                total += _mixed(tensor[start:stop].float().cpu().view(torch.int32).long(), place).sum()
+        sums.append(total)
+    found = torch.stack(sums)
+    if not part.is_whole:
+        comm.total_on_host(found)
+    same = torch.cat([found, model.encoder_bias.float().cpu().view(torch.int32).long()])
+    return hashlib.sha256(same.numpy().tobytes()).hexdigest()[:32]
+
+
+def _mixed(bits: Tensor, place: Tensor) -> Tensor:
+    """Integers overflow as they should here: the multipliers are odd, so nothing is lost."""
+    mixed = (bits ^ (place * 0x2545F4914F6CDD1D)) * 0x369DEA0F31A53F85
+    return (mixed ^ (mixed >> 29)) * (2 * place + 1)
+
+
+def text_hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:32]
 
 
 def reusable(path: Path, wanted: dict[str, Any], use_cache: bool | str, *, of_one_seed: bool = False) -> bool:

@@ -194,7 +194,7 @@ def load_model(path: str | Path, cls: type[ModelWithGradiend], **options: Any) -
     tokenizer = tokenizer or _saved_tokenizer(path, trust)
     if tokenizer is None:
         raise UserError(f"{path} holds no tokenizer and base_model is a loaded model: pass tokenizer=...")
-    context = _context(path)
+    context = read_context(path)
     ours = config.get("gradiend_dist", {})
     model = cls(
         base.to(placement.base_model),
@@ -220,7 +220,7 @@ def _saved_tokenizer(path: Path, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(str(path / TOKENIZER), trust_remote_code=trust_remote_code)
 
 
-def _context(path: Path) -> dict[str, Any]:
+def read_context(path: Path) -> dict[str, Any]:
     """Source and target; where training.json disagrees it is right, as in the reference."""
     context = read_json(path / CONTEXT) if (path / CONTEXT).exists() else {"source": "factual", "target": "diff"}
     if (path / TRAINING).exists():

@@ -73,6 +73,19 @@ class TextPredictionConfig:
     """Words that are never masked in neutral texts, besides the targets."""
     eval_neutral_max_rows: int | None = None
     """Use only the first neutral texts."""
+    decoder_eval_targets: dict[str, list[str]] | str | None = None
+    """Each class's words whose probabilities are measured; "label": each row's own; None: all words of a class in the
+    data, each row's own where classes share words."""
+    decoder_eval_restrict_to_target_classes: bool = True
+    """Measure the words of the target classes alone, if more are given."""
+    decoder_eval_prob_on_other_class: bool = True
+    """A class is strengthened by its probability on the other class's rows; False: on its own."""
+    decoder_eval_export_row_wise_csv: bool = False
+    """Also write the base model's probabilities of each row's own words."""
+    decoder_eval_ignore_tokens: list[str] | None = None
+    """Words that do not count in the language-model score; None: those of the feature, where its rows are the text."""
+    decoder_eval_lms_max_samples: int | None = None
+    """At most this many rows and texts of a decoder evaluation, where no other cap is given."""
     run_id: str | None = None
     """Sub-directory of the experiment."""
     img_format: str = "png"
@@ -89,6 +102,11 @@ class TextPredictionConfig:
             raise UserError("mask_placeholder is empty: give the marker that stands in the sentences, e.g. '[MASK]'.")
         if self.run_id is not None and (Path(self.run_id).is_absolute() or ".." in Path(self.run_id).parts):
             raise UserError(f"run_id={self.run_id!r} leads out of experiment_dir: give the name of a directory in it.")
+        targets = self.decoder_eval_targets
+        if targets != "label" and not fits(targets, dict[str, list[str]] | None):
+            raise UserError(
+                f"decoder_eval_targets={targets!r} must map classes to lists of words, or be 'label': each row's own."
+            )
         self._check_classes()
         self._check_counts()
         self._check_splits()
@@ -120,6 +138,7 @@ class TextPredictionConfig:
         counts = {
             "max_counterfactuals_per_sentence": self.max_counterfactuals_per_sentence,
             "eval_neutral_max_rows": self.eval_neutral_max_rows,
+            "decoder_eval_lms_max_samples": self.decoder_eval_lms_max_samples,
             "img_dpi": self.img_dpi,
         }
         for name, value in counts.items():

@@ -25,6 +25,16 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, Item
 from gradiend_dist.objectives import ClozeRow, Objective, choose_objective
 from gradiend_dist.readers import as_local_path
+from gradiend_dist.rewriting import (
+    Change,
+    VectorsInMemory,
+    as_dtype,
+    check_direction,
+    check_output_dir,
+    direction,
+    rewrite,
+    save_rewritten,
+)
 from gradiend_dist.space import ParameterSpace, Part
 
 _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
@@ -486,43 +496,43 @@ class ModelWithGradiend:
             raise UserError("encode() of a text needs the word at its blank: pass label=...")
         return label
 
-    @torch.no_grad()
     def rewrite_base_model(
-        self, learning_rate: float, feature_factor: float | Sequence[float] = 1.0, part: str = "decoder"
+        self,
+        learning_rate: float,
+        feature_factor: float | Sequence[float] = 1.0,
+        part: str = "decoder",
+        *,
+        output_dir: str | Path | None = None,
+        dtype: str | None = None,
+        max_shard_size: str | int = "5GB",
     ) -> nn.Module:
-        """A copy of the base model, moved by `learning_rate` along the decoder's vector for `feature_factor`."""
-        vector = self.rewrite_vector(feature_factor, part)
+        """A copy of the base model, moved by `learning_rate` along the decoder's vector for `feature_factor`.
+
+        With `output_dir` it is saved there as well, with tokenizer and model card; `dtype` converts it.
+        """
+        gradiend = self.gradiend
+        if not gradiend.part.is_whole:
+            raise UserError("This rank has only a part of the model: rewrite in one process, or use the trainer's.")
+        check_direction(feature_factor, part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
+        converted = as_dtype(dtype)
+        if output_dir is not None:
+            check_output_dir(output_dir)
         changed = copy.deepcopy(self.base_model)
-        parameters = dict(changed.named_parameters())
-        for weight in self.gradiend.space.active():
-            parameter = parameters[weight.name]
-            step = (learning_rate * vector[weight.offset : weight.stop]).to(parameter.device, parameter.dtype)
-            flat = parameter.data.view(-1)
-            if weight.selected is None:
-                flat.add_(step)
-            else:
-                flat.index_add_(0, weight.selected.to(parameter.device), step)
+        rewrite(changed, gradiend.space.active(), VectorsInMemory(gradiend), learning_rate, feature_factor, part)
+        changed = changed if converted is None else changed.to(converted)
+        if output_dir is not None:
+            change = self.change(learning_rate, feature_factor, part)
+            save_rewritten(changed, self.tokenizer, output_dir, change.card(), max_shard_size=max_shard_size)
         return changed
 
-    def rewrite_vector(self, feature_factor: float | Sequence[float], part: str) -> Tensor:
+    def change(self, learning_rate: float, feature_factor: float | Sequence[float], part: str, **facts: Any) -> Change:
+        """What such a rewrite does, for the card of the rewritten model."""
+        num_weights = sum(parameter.numel() for parameter in self.base_model.parameters())
+        return Change(self.name_or_path, len(self), num_weights, learning_rate, feature_factor, part, **facts)
+
+    def rewrite_vector(self, feature_factor: float | Sequence[float], part: str = "decoder") -> Tensor:
         """The direction of a rewrite, one number per entry of the space."""
-        model, latent_dim = self.gradiend, self.gradiend.latent_dim
-        if part == "decoder":
-            factors = torch.as_tensor(feature_factor, dtype=torch.float32).reshape(-1)
-            if factors.numel() not in (1, latent_dim):
-                raise UserError(
-                    f"feature_factor has {factors.numel()} values, latent_dim is {latent_dim}: pass as many."
-                )
-            return model.forward_decoder(factors.expand(latent_dim)).float()
-        require_choice("part", part, PARTS)
-        bias = model.decoder_bias_vector
-        if part == "encoder-weight":
-            return model.encoder_weight.sum(0).float()
-        if part == "decoder-weight":
-            return model.decoder_weight.sum(1).float()
-        if bias is None:
-            raise UserError(f"part={part} needs a decoder bias, this model has none: use decoder-weight.")
-        return (bias if part == "decoder-bias" else model.decoder_weight.sum(1) + bias).float()
+        return direction(VectorsInMemory(self.gradiend), slice(0, len(self)), feature_factor, part)
 
     def prune_gradiend(self, *, inplace: bool = True, return_mask: bool = False, **selection: Any) -> Any:
         """`ParamMappedGradiendModel.prune` on the model as a whole."""
@@ -563,7 +573,7 @@ def check_space_fits(space: ParameterSpace, base_model: nn.Module) -> None:
 def load_base_model(
     path: str, *, torch_dtype: str = "float32", trust_remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
-    """The base model with the head it was built for, and its tokenizer."""
+    """The base model with the head it was built for, and its tokenizer; `auto` is the dtype that it is stored in."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     from gradiend_dist.objectives import is_causal
@@ -575,7 +585,7 @@ def load_base_model(
         loaded: Any = kind.from_pretrained(
             path,
             config=config,
-            dtype=getattr(torch, torch_dtype),
+            dtype=torch_dtype if torch_dtype == "auto" else getattr(torch, torch_dtype),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, by name

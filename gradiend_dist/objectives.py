@@ -6,6 +6,7 @@ A row has two, for its factual and its alternative word. Where both have the sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,10 @@ class MaskedObjective:
         labels = [wanted[min(i, len(wanted) - 1)] for i in range(len(positions))]
         return Cloze(tuple(ids), tuple(positions), tuple(labels))
 
+    def whole_word(self, template: str, word: str) -> Cloze:
+        """All pieces of the word, to score it: the same as what is trained on."""
+        return self.cloze(template, word)
+
     def _window(self, ids: list[int], special: list[int]) -> list[int]:
         """A row that is too long keeps its special tokens at both ends and the words around the blank."""
         if len(ids) <= self.max_length:
@@ -118,9 +123,27 @@ class CausalObjective:
         alone = self.tokenizer(word, add_special_tokens=False)["input_ids"] if word.strip() else []
         if not alone:
             raise UserError(f"The word {word!r} has no token in this tokenizer: remove its rows.")
-        return (self._early if self.as_reference else self._following)(prefix, word, template)
+        if self.as_reference:
+            return self._early(prefix, word, template)
+        context, pieces = self._following(prefix, word, template)
+        require_known(self.tokenizer, word, pieces[:1], as_reference=False)
+        return self._cloze(context, pieces[:1])
 
-    def _following(self, prefix: str, word: str, template: str) -> Cloze:
+    def whole_word(self, template: str, word: str) -> Cloze:
+        """All pieces of the word, each after those before it, to score it: also where only the first is trained on."""
+        context, pieces = self._following(template.split(self.mask_placeholder, 1)[0], word, template)
+        require_known(self.tokenizer, word, pieces, as_reference=False)
+        return self._cloze(context, pieces)
+
+    def _cloze(self, context: list[int], pieces: list[int]) -> Cloze:
+        read = [*context, *pieces[:-1]]
+        start = max(0, len(read) - self.max_length)  # the words next to the blank matter most
+        first = len(context) - start - 1
+        if first < 0:
+            raise UserError(f"max_length={self.max_length} has no room for a word of {len(pieces)} tokens: raise it.")
+        return Cloze(tuple(read[start:]), tuple(range(first, first + len(pieces))), tuple(pieces))
+
+    def _following(self, prefix: str, word: str, template: str) -> tuple[list[int], list[int]]:
         """Tokenize prefix and word together: the tokenizer decides how a word start looks (`Ġ`, `▁`, none)."""
         stem = prefix.rstrip()
         context = self.tokenizer(stem)["input_ids"]
@@ -136,10 +159,15 @@ class CausalObjective:
                 f"The text {template[:60]!r} has nothing before the blank for a causal model to read: remove the row, "
                 "or use a masked model."
             )
-        context, wanted = whole[:split], whole[split]
-        require_known(self.tokenizer, word, [wanted], as_reference=False)
-        start = max(0, split - self.max_length)  # the words next to the blank matter most
-        return Cloze(tuple(context[start:]), (split - start - 1,), (wanted,))
+        pieces = whole[split:]
+        while len(pieces) > 1 and pieces[-1] in self._ending:
+            pieces = pieces[:-1]
+        return whole[:split], pieces
+
+    @functools.cached_property
+    def _ending(self) -> set[int]:
+        """What the tokenizer may put behind every text: no piece of a word."""
+        return set(self.tokenizer("")["input_ids"]) | {self.tokenizer.eos_token_id}
 
     def _early(self, prefix: str, word: str, template: str) -> Cloze:
         """The reference: logits of the second-last prefix token are asked for the word."""

@@ -44,14 +44,14 @@ def plot_training_convergence(
     of `output`, else PNG; a suffix that contradicts `img_format` is replaced.
     """
     training_stats = _training_stats(stats, "stats")
-    path, img_format = _image_path(output, img_format)
-    figure = _new_figure((9.0, 8.4), show)
+    path, img_format = image_path(output, img_format)
+    figure = new_figure((9.0, 8.4), show)
     loss_axes, score_axes, class_axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.0, 1.0, 1.2))
     _draw_loss(loss_axes, stats)
     _draw_scores(score_axes, stats)
     _draw_class_means(class_axes, training_stats, _class_threshold(stats), label_name_mapping or {})
     _finish(figure, title or "Training convergence", _best_step(stats))
-    return _write(figure, path, img_format, img_dpi, show)
+    return write_figure(figure, path, img_format, img_dpi, show)
 
 
 def plot_seed_convergence(
@@ -73,8 +73,8 @@ def plot_seed_convergence(
         raise UserError(f"selected_seed={selected_seed} is not among the seeds of runs ({seeds}): pass one of them.")
     for seed, stats in runs:
         _training_stats(stats, f"The record of seed {seed}")
-    path, img_format = _image_path(output, img_format)
-    figure = _new_figure((9.0, 6.4), show)
+    path, img_format = image_path(output, img_format)
+    figure = new_figure((9.0, 6.4), show)
     score_axes, loss_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1.2, 1.0))
     _draw_seeds(score_axes, loss_axes, runs, selected_seed)
     selected = dict(runs)[selected_seed]
@@ -84,7 +84,7 @@ def plot_seed_convergence(
     score_axes.set_ylabel("correlation")
     loss_axes.set_ylabel("loss (smoothed)")
     _finish(figure, title or f"Convergence of {len(runs)} seeds, seed {selected_seed} selected", _best_step(selected))
-    return _write(figure, path, img_format, img_dpi, show)
+    return write_figure(figure, path, img_format, img_dpi, show)
 
 
 # What the record says
@@ -165,7 +165,7 @@ def _draw_loss(axes: Axes, stats: Mapping[str, Any]) -> None:
     axes.set_ylabel("loss")
     losses = _losses(stats)
     if losses.empty:
-        _say_empty(axes, "no loss recorded")
+        say_empty(axes, "no loss recorded")
         return
     axes.plot(losses.index, losses, color=SKY, linewidth=0.7, alpha=0.55, label="each step")
     axes.plot(losses.index, _smooth(losses), color=BLUE, linewidth=1.8, label="smoothed")
@@ -192,7 +192,7 @@ def _draw_scores(axes: Axes, stats: Mapping[str, Any]) -> None:
     axes.set_ylabel("correlation")
     steps, scores = _scores(stats)
     if not steps:
-        _say_empty(axes, "no evaluation recorded")
+        say_empty(axes, "no evaluation recorded")
         return
     axes.axhline(0.0, color=GREY, linewidth=0.8)
     axes.plot(steps, scores, color=BLUE, linewidth=1.8, marker="o", markersize=_marker_size(steps), label="correlation")
@@ -218,11 +218,11 @@ def _draw_class_means(
     axes.set_ylabel("mean encoding")
     steps, means = _class_means(training_stats)
     if not steps:
-        _say_empty(axes, "no evaluation recorded")
+        say_empty(axes, "no evaluation recorded")
         return
     axes.axhline(0.0, color=GREY, linewidth=0.8)
     for label, values in means.items():
-        color, line, marker = _class_style(label)
+        color, line, marker = class_style(label)
         name = _class_name(label, training_stats, names)
         size = _marker_size(steps)
         axes.plot(steps, values, line, color=color, linewidth=1.8, marker=marker, markersize=size, label=name)
@@ -232,7 +232,7 @@ def _draw_class_means(
     _scale_unit(axes)
 
 
-def _class_style(label: float) -> tuple[str, str, str]:
+def class_style(label: float) -> tuple[str, str, str]:
     if label > 0:
         return BLUE, "-", "o"
     return (VERMILION, "-", "s") if label < 0 else (DARK, "--", "D")
@@ -273,7 +273,7 @@ def _marker_size(steps: Sequence[int]) -> float:
     return float(np.clip(250 / max(len(steps), 1), 0.0, 5.0))
 
 
-def _say_empty(axes: Axes, text: str) -> None:
+def say_empty(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=11)
 
 
@@ -284,7 +284,7 @@ def _finish(figure: Figure, title: str, best_step: int | None) -> None:
         if best_step is not None:
             name = f"best step ({best_step})" if axes is top else None
             axes.axvline(best_step, color=VERMILION, linewidth=1.2, linestyle=":", zorder=1, label=name)
-        _finish_axes(axes)
+        finish_axes(axes)
     bottom.set_xlabel("training step", fontsize=11, color=DARK)
     bottom.locator_params(axis="x", integer=True)
     # Over the left edge of the panels: centred, it would stand between panels and legends.
@@ -292,7 +292,7 @@ def _finish(figure: Figure, title: str, best_step: int | None) -> None:
     figure.align_ylabels()
 
 
-def _finish_axes(axes: Axes) -> None:
+def finish_axes(axes: Axes) -> None:
     """Light grid, no box, and the legend beside the panel, where it hides no data."""
     axes.grid(True, color="#E3E3E3", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -307,7 +307,7 @@ def _finish_axes(axes: Axes) -> None:
 # What leaves the process
 
 
-def _image_path(output: str | Path, img_format: str | None) -> tuple[Path, str]:
+def image_path(output: str | Path, img_format: str | None) -> tuple[Path, str]:
     """Where the figure goes and in which format."""
     formats = _supported_formats()
     if img_format is not None:
@@ -336,7 +336,7 @@ def _supported_formats() -> Mapping[str, str]:
     return FigureCanvasBase.get_supported_filetypes()
 
 
-def _new_figure(size: tuple[float, float], show: bool) -> Figure:
+def new_figure(size: tuple[float, float], show: bool) -> Figure:
     """A figure of its own, outside pyplot's list of open figures, unless it is to be shown and can be."""
     from matplotlib.figure import Figure
 
@@ -361,7 +361,7 @@ def _pyplot_figure(size: tuple[float, float]) -> Figure | None:
     return None
 
 
-def _write(figure: Figure, path: Path, img_format: str, img_dpi: int | None, show: bool) -> Path:
+def write_figure(figure: Figure, path: Path, img_format: str, img_dpi: int | None, show: bool) -> Path:
     """Save under a temporary name and rename, so that a reader never meets half an image."""
     partial = path.with_name(f".{path.name}.part")
     with explained(path):

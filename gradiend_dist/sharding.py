@@ -100,3 +100,11 @@ def shard_of(parameter: Tensor) -> tuple[int, int]:
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     width = parameter.numel() // max(1, parameter.shape[0])
     return offset[0] * width, (offset[0] + shape[0]) * width
+
+
+def reshard(model: nn.Module) -> None:
+    """Have a sharded model read its shards anew. FSDP leaves the outermost weights gathered after a forward pass: what
+    is then written to the shards would not be seen."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

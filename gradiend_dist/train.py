@@ -5,31 +5,24 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
-import os
-import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 from transformers import TrainerCallback, TrainerState
-from transformers.utils.logging import disable_progress_bar
 
 from gradiend_dist import arguments
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, help_field
-from gradiend_dist.comm import Comm, PeerError, PeerLost, is_lost_peer
 from gradiend_dist.command_line import CommandParser, with_numbers
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
 from gradiend_dist.files import jsonable, write_text
-from gradiend_dist.interrupt import Interrupt, Preempted
-from gradiend_dist.model import first_line
-from gradiend_dist.spread import launched
+from gradiend_dist.interrupt import Interrupt
+from gradiend_dist.process import Process
 from gradiend_dist.typecheck import check_types
 
 if TYPE_CHECKING:
@@ -70,6 +63,14 @@ class FeatureOptions:
     eval_neutral_data: str | None = help_field(None, "File of sentences without the feature.")
     eval_neutral_additional_excluded_words: list[str] | None = help_field(None, "Words never hidden in them.")
     eval_neutral_max_rows: int | None = help_field(None, "At most this many neutral sentences.")
+    decoder_eval_targets: dict[str, Any] | str | None = help_field(
+        None, "Words of each class for the decoder grid, as YAML: '{M: [he], F: [she]}', or label: each row's own."
+    )
+    decoder_eval_restrict_to_target_classes: bool = help_field(True, "Of these, measure the target classes alone.")
+    decoder_eval_prob_on_other_class: bool = help_field(True, "Strengthening counts on the other class's rows.")
+    decoder_eval_export_row_wise_csv: bool = help_field(False, "Also write each row's probabilities.")
+    decoder_eval_ignore_tokens: list[str] | None = help_field(None, "Words left out of the language-model score.")
+    decoder_eval_lms_max_samples: int | None = help_field(None, "Rows and texts of the decoder grid, at most.")
     img_format: str = help_field("png", "Format of plots.")
     img_dpi: int | None = help_field(None, "Resolution of plots.")
 
@@ -226,84 +227,19 @@ def git_hash() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, build, run; a wrong input is one line and exit code 2, on whichever rank it is found."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s", stream=sys.stderr)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of torch and DeepSpeed
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # what matters of its load report is an error of ours
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # of transformers; in a log file a bar is noise, as tqdm itself knows of ours
+    """Parse, build, run."""
+    process = Process(
+        "gradiend-dist train",
+        memory_remedy="prune with pre_prune_config, lower base_micro_batch_size or gradient_store_gib, pass "
+        "seeds_in_parallel=false, or launch on more GPUs.",
+        kept="stopped before anything could be saved; the same command goes on from the last saved state",
+    )
+    process.set_up_logging()
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
-    except UserError as error:  # every rank reads the same line, so the first one tells
-        return end(2, f"error: {error}" if is_first else None)
-    interrupt = Interrupt()
-    with interrupt.listening():
-        code, words = attempt(command, interrupt)
-    return end(code, words)
-
-
-def attempt(command: Command, interrupt: Interrupt) -> tuple[int, str | None]:
-    """Run; whatever happens becomes an exit code and, on one rank, one line."""
-    comm = Comm()
-    try:
-        comm = launched(float(command.args.ddp_timeout)).comm
-        code = run(command, interrupt)
-        comm.farewell()
-        return code, None
     except UserError as error:
-        interrupt.ignore()
-        return 2, f"error: {error}" if comm.speaks() else None
-    except PeerError:
-        interrupt.ignore()
-        return 1, None
-    except PeerLost as lost:
-        interrupt.ignore()
-        return 1, comm.last_words(lost)
-    except Preempted as stop:
-        interrupt.ignore()
-        return words_on_preemption(stop, comm)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        interrupt.ignore()
-        words = (
-            f"out of memory ({first_line(error)}): prune with pre_prune_config, lower base_micro_batch_size or "
-            "gradient_store_gib, pass seeds_in_parallel=false, or launch on more GPUs."
-        )
-        return 1, words if comm.speaks() else None
-    except RuntimeError as error:
-        if comm.is_alone or not is_lost_peer(error):
-            comm.speaks()
-            raise
-        interrupt.ignore()
-        return 1, comm.last_words(PeerLost("exchanging weights or gradients"))
-    except BaseException:
-        comm.speaks()  # the traceback tells; the other ranks need not
-        raise
-
-
-def words_on_preemption(stop: Preempted, comm: Comm) -> tuple[int, str | None]:
-    """Exit code and message: 0 where the state is saved and a scheduler asked for the stop."""
-    name = signal.Signals(stop.signum).name
-    by_user = stop.signum == signal.SIGINT
-    if stop.step is None:
-        words = f"{name}: stopped before anything could be saved; the same command goes on from the last saved state"
-        return (130 if by_user else 128 + stop.signum), words if comm.speaks() else None
-    comm.farewell()
-    words = f"{name}: the state after step {stop.step} is saved; the same command goes on from there"
-    return (130 if by_user else 0), words if comm.is_first else None
-
-
-def end(code: int, words: str | None) -> int:
-    """One line from one rank. A rank that fails does not wait for the others: they may not answer any more."""
-    if words is not None:
-        print(f"gradiend-dist train: {' '.join(words.split())}", file=sys.stderr, flush=True)
-    if torch.distributed.is_initialized():
-        if code:
-            sys.stdout.flush()
-            os._exit(code)  # threads of a broken group would hold the process for their timeout
-        torch.distributed.destroy_process_group()
-    return code
+        return process.refuse(error)
+    return process.run(lambda interrupt: run(command, interrupt), float(command.args.ddp_timeout))
 
 
 if __name__ == "__main__":

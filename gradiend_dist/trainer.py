@@ -5,25 +5,45 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from transformers import TrainerCallback
 
 from gradiend_dist import cache, seeds
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, from_mapping, require
-from gradiend_dist.checkpoint import TRAINING, base_model_of, check_replaceable, is_model_directory, save_model
+from gradiend_dist.checkpoint import (
+    TRAINING,
+    base_model_of,
+    check_replaceable,
+    is_model_directory,
+    read_context,
+    save_model,
+)
 from gradiend_dist.comm import Comm
 from gradiend_dist.data import FeatureData, TextPredictionConfig, load_feature_data
 from gradiend_dist.devices import placement_of
 from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.grid import LEARNING_RATES, DecoderGrid, GridOptions
 from gradiend_dist.evaluation.report import EncoderReport
+from gradiend_dist.evaluation.rewritten import chosen_point, rewritten_model
+from gradiend_dist.evaluation.selection import (
+    WEAKEN,
+    Extractor,
+    LMSThresholdPolicy,
+    SelectionPolicy,
+    extract_candidates,
+    strengthening_factor,
+    summarize,
+)
 from gradiend_dist.files import read_json
 from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.model import ModelWithGradiend
 from gradiend_dist.pruning import post_prune
+from gradiend_dist.rewriting import as_dtype, check_output_dir
 from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.seed_training import Places, SeedTraining
 from gradiend_dist.spread import launched
@@ -295,11 +315,13 @@ class TextPredictionTrainer:
         neutral: bool = True,
         use_cache: bool | None = None,
         return_df: bool = False,
+        plot: bool = False,
+        **plot_options: Any,
     ) -> dict[str, Any]:
         """Encode a split (and, for the test split, neutral texts) and describe the encodings.
 
         With `experiment_dir`, the table and the result are written beside the model, and read again with `use_cache`
-        while model, data and arguments are the same.
+        while model, data and arguments are the same. `plot` draws the distributions (see `plot_encoder_distributions`).
         """
         report = EncoderReport(
             self.workbench,
@@ -310,7 +332,221 @@ class TextPredictionTrainer:
             left_alone=self.config.eval_neutral_additional_excluded_words or [],
         )
         use_cache = bool(self.args.use_cache) if use_cache is None else use_cache
-        return report.result(self.experiment_dir, use_cache=use_cache, return_df=return_df)
+        result = report.result(self.experiment_dir, use_cache=use_cache, return_df=return_df or plot)
+        if plot:
+            table = result["encoder_df"] if return_df else result.pop("encoder_df")
+            result["plot_path"] = self.plot_encoder_distributions(table, **{"show": False, **plot_options})
+        return result
+
+    def evaluate_decoder(
+        self,
+        lrs: Sequence[float] | None = None,
+        feature_factors: Sequence[float] | None = None,
+        use_cache: bool | None = None,
+        split: str = "test",
+        max_size: int | None = None,
+        *,
+        max_size_training_like: int | None = None,
+        max_size_neutral: int | None = None,
+        eval_batch_size: int | None = None,
+        training_like_df: pd.DataFrame | None = None,
+        neutral_df: pd.DataFrame | None = None,
+        part: str = "decoder",
+        selector: SelectionPolicy | None = None,
+        summary_extractor: Extractor = extract_candidates,
+        summary_metrics: Sequence[str] | None = None,
+        target_class: str | Sequence[str] | None = None,
+        increase_target_probabilities: bool = True,
+        plot: bool = False,
+        **plot_options: Any,
+    ) -> dict[str, Any]:
+        """Rewrite the base model at every point of feature_factors x lrs, score it, and select the best for each class.
+
+        Returns, for each class (`target_class`: for these), the selected `feature_factor` and `learning_rate` with the
+        `value` reached and the language-model score, under the class's name or, to weaken it, `<class>_weaken`; and
+        all points under `grid`. With `experiment_dir`, finished points are kept, and read again with `use_cache` while
+        nothing that they depend on has changed. All ranks call this and share the points.
+        """
+        wanted = self._classes_asked_for(target_class)
+        model, data, args = self.get_model(), self.data, self.args
+        factors = self.strengthening_factors()
+        if feature_factors is None:
+            feature_factors = args.decoder_eval_feature_factors
+        if feature_factors is None:
+            pushed = wanted if increase_target_probabilities else [c for c in data.target_classes if [c] != wanted]
+            feature_factors = list(dict.fromkeys(factors[name] for name in pushed))
+        cap = max_size or self.config.decoder_eval_lms_max_samples
+        options = GridOptions(
+            feature_factors=feature_factors,
+            lrs=lrs or args.decoder_eval_lrs or LEARNING_RATES,
+            part=part,
+            split=split,
+            max_size_training_like=max_size_training_like
+            or max_size
+            or args.decoder_eval_max_size_training_like
+            or cap,
+            max_size_neutral=max_size_neutral or max_size or args.decoder_eval_max_size_neutral or cap,
+            eval_batch_size=eval_batch_size or args.eval_batch_size,
+            training_like_df=training_like_df,
+            neutral_df=neutral_df,
+        )
+        grid = DecoderGrid(self.workbench, model, self.config, options, saved_at=self._saved_at())
+        use_cache = bool(args.use_cache) if use_cache is None else use_cache
+        results = grid.results(self.experiment_dir, use_cache=use_cache)
+        metrics = summary_metrics
+        if metrics is None:
+            metrics = [name if increase_target_probabilities else f"{name}{WEAKEN}" for name in wanted]
+        summary = summarize(results, metrics, selector or LMSThresholdPolicy(), factors, summary_extractor)
+        found: dict[str, Any] = {**summary, "grid": results}
+        if plot:
+            found["plot_path"] = self.plot_probability_shifts(found, **{"show": False, **plot_options})
+        return found
+
+    def evaluate(
+        self, *, kwargs_encoder: dict[str, Any] | None = None, kwargs_decoder: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Both evaluations."""
+        return {
+            "encoder": self.evaluate_encoder(**(kwargs_encoder or {})),
+            "decoder": self.evaluate_decoder(**(kwargs_decoder or {})),
+        }
+
+    def strengthening_factors(self) -> dict[str, float]:
+        """The feature factor that makes each target class more probable."""
+        first, second = self.data.target_classes
+        saved_at = self._saved_at()
+        if self._trained is None and saved_at is not None:  # no weight needs to be loaded for it
+            context = self.comm.first(f"reading {saved_at}", lambda: read_context(saved_at))
+            source, found = context["source"], context.get("feature_class_encoding_direction", {})
+        else:
+            model = self.get_model()
+            source, found = model.source, model.feature_class_encoding_direction
+        directions = {first: 1, second: -1, **found}
+        return {name: strengthening_factor(directions, source, name) for name in (first, second)}
+
+    def _classes_asked_for(self, target_class: str | Sequence[str] | None) -> list[str]:
+        if target_class is None:
+            return list(self.target_classes)
+        wanted = [target_class] if isinstance(target_class, str) else list(target_class)
+        for name in wanted:
+            require(
+                name in self.target_classes,
+                f"target_class={name!r} is not a target class: choose {' or '.join(self.target_classes)}.",
+            )
+        require(len(wanted) > 0, f"target_class is empty: choose {' or '.join(self.target_classes)}.")
+        return wanted
+
+    def _saved_at(self) -> Path | None:
+        """The directory that the current model was read from, if it was."""
+        for path in (self.model_path, self.model):
+            if isinstance(path, str | Path) and is_model_directory(path):
+                return Path(path)
+        return None
+
+    def rewrite_base_model(
+        self,
+        decoder_results: dict[str, Any] | None = None,
+        target_class: str | Sequence[str] | None = None,
+        increase_target_probabilities: bool = True,
+        output_dir: str | Path | None = None,
+        *,
+        learning_rate: float | None = None,
+        feature_factor: float | None = None,
+        part: str = "decoder",
+        dtype: str | None = None,
+        max_shard_size: str | int = "5GB",
+    ) -> Any:
+        """The base model, changed to make a class more probable (or less), at the selected or a given point.
+
+        The point is that of `decoder_results`, by default of `evaluate_decoder` (whose kept points are used), unless
+        `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way. With
+        `output_dir` the changed model is saved there, in the dtype of the base model's files or in `dtype`, with
+        tokenizer and model card; on several ranks, rank 0 does that and returns the model, the others None. A list of
+        classes gives a list of models, saved in directories of their names.
+        """
+        if not isinstance(target_class, str) and target_class is not None:
+            several: dict[str, Any] = {
+                "increase_target_probabilities": increase_target_probabilities, "learning_rate": learning_rate,
+                "feature_factor": feature_factor, "part": part, "dtype": dtype, "max_shard_size": max_shard_size,
+            }  # fmt: skip
+            return [
+                self.rewrite_base_model(
+                    decoder_results, name, output_dir=None if output_dir is None else Path(output_dir) / name, **several
+                )
+                for name in self._classes_asked_for(target_class)
+            ]
+        require(
+            target_class is not None or feature_factor is not None,
+            f"target_class is missing: choose {' or '.join(self.target_classes)}.",
+        )
+        as_dtype(dtype)
+        if output_dir is not None:
+            self.comm.first(f"looking at {output_dir}", lambda: check_output_dir(output_dir))
+        point = chosen_point(
+            self, decoder_results, target_class, increase_target_probabilities, learning_rate, feature_factor, part
+        )
+        return rewritten_model(self, point, output_dir, dtype=dtype, max_shard_size=max_shard_size)
+
+    def plot_encoder_distributions(
+        self,
+        encoder_df: pd.DataFrame | None = None,
+        output: str | Path | None = None,
+        *,
+        split: str = "test",
+        show: bool = False,
+        label_name_mapping: dict[str, str] | None = None,
+        img_format: str | None = None,
+    ) -> Path:
+        """Draw the encodings of each class, of each split that `encoder_df` has, and of neutral texts."""
+        from gradiend_dist.evaluation.figures import plot_encoder_distributions
+
+        if encoder_df is None:
+            encoder_df = self.evaluate_encoder(split, return_df=True)["encoder_df"]
+        img_format = img_format or self.config.img_format
+        output = output or self._root() / f"encoder_distributions.{img_format}"
+        return self._drawn(
+            lambda: plot_encoder_distributions(
+                encoder_df,
+                output,
+                target_classes=self.target_classes,
+                label_name_mapping=label_name_mapping,
+                img_format=img_format,
+                img_dpi=self.config.img_dpi,
+                show=show,
+            )
+        )
+
+    def plot_probability_shifts(
+        self,
+        decoder_results: dict[str, Any] | None = None,
+        output: str | Path | None = None,
+        *,
+        show: bool = False,
+        label_name_mapping: dict[str, str] | None = None,
+        img_format: str | None = None,
+    ) -> Path:
+        """Draw the classes' probabilities and the language-model score over the grid, with the selected points."""
+        from gradiend_dist.evaluation.figures import plot_probability_shifts
+
+        results = decoder_results or self.evaluate_decoder(use_cache=True)
+        img_format = img_format or self.config.img_format
+        output = output or self._root() / f"decoder_probability_shifts.{img_format}"
+        return self._drawn(
+            lambda: plot_probability_shifts(
+                results,
+                output,
+                target_classes=self.target_classes,
+                factors=self.strengthening_factors(),
+                label_name_mapping=label_name_mapping,
+                img_format=img_format,
+                img_dpi=self.config.img_dpi,
+                show=show,
+            )
+        )
+
+    def _drawn(self, draw: Callable[[], Path]) -> Path:
+        """One rank draws."""
+        return self.comm.first("drawing", draw)
 
     def plot_training_convergence(
         self,

@@ -41,6 +41,10 @@ gradient_accumulation_steps train_max_size max_length num_train_epochs max_steps
 warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm supervised_encoder
 supervised_decoder normalize_gradiend
 
+decoder_eval_targets decoder_eval_restrict_to_target_classes decoder_eval_prob_on_other_class
+decoder_eval_export_row_wise_csv decoder_eval_ignore_tokens decoder_eval_lms_max_samples decoder_eval_lrs
+decoder_eval_feature_factors decoder_eval_max_size_training_like decoder_eval_max_size_neutral
+
 do_eval eval_strategy eval_steps eval_batch_size encoder_eval_train_max_size encoder_eval_max_size encoder_eval_balance
 include_other_classes seed_selection_eval_max_size
 
@@ -367,7 +371,7 @@ def test_console__refuses_an_unknown_subcommand(capsys: pytest.CaptureFixture[st
     assert __main__.main(["trian"]) == 2
     written_lines = capsys.readouterr().err.splitlines()
     assert len(written_lines) == 1
-    assert "gradiend-dist: error: 'trian'" in written_lines[0] and "train, demo" in written_lines[0]
+    assert "gradiend-dist: error: 'trian'" in written_lines[0] and "train, evaluate, rewrite, demo" in written_lines[0]
 
 
 def test_console__train_is_the_training_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,13 +46,13 @@ def record(num_steps: int = 23, best: int = 12, flip: bool = False) -> dict[str,
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures as they were when they went to the file."""
     figures: list[Any] = []
-    write = plots._write
+    write = plots.write_figure
 
     def keep(figure: Any, *args: Any) -> Path:
         figures.append(figure)
         return write(figure, *args)
 
-    monkeypatch.setattr(plots, "_write", keep)
+    monkeypatch.setattr(plots, "write_figure", keep)
     return figures
 
 

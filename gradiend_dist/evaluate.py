@@ -1,0 +1,180 @@
+"""The evaluation command: what has a run learnt, and at which strength does it change the base model?
+
+gradiend-dist evaluate RUN_DIR
+accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m gradiend_dist.evaluate RUN_DIR
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradiend_dist import train
+from gradiend_dist.arguments import help_field, require, require_choice
+from gradiend_dist.checkpoint import is_model_directory
+from gradiend_dist.command_line import CommandParser
+from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.selection import WEAKEN, LMSThresholdPolicy, LMSTimesMetricPolicy, SelectionPolicy
+from gradiend_dist.process import Process
+from gradiend_dist.report import table
+from gradiend_dist.trainer import TextPredictionTrainer
+
+logger = logging.getLogger(__name__)
+
+SELECTORS = ("lms_threshold", "lms_times_metric")
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions:
+    """What is evaluated, on how much."""
+
+    parts: list[str] = help_field(lambda: ["encoder", "decoder"], "encoder, decoder, or both.")
+    split: str = help_field("test", "Split of the rows.")
+    max_size: int | None = help_field(None, "Rows per direction, and neutral texts, at most.")
+    target_class: list[str] | None = help_field(None, "Classes to select a point for. None: both.")
+    lrs: list[float] | None = help_field(None, "Learning rates of the grid. None: 100 to 0.001, 16 of them.")
+    feature_factors: list[float] | None = help_field(None, "Feature factors of the grid. None: +1 and -1 as needed.")
+    part: str = help_field("decoder", "The rewriting vector: decoder, or decoder-weight, decoder-bias, ...")
+    selector: str = help_field("lms_threshold", f"How a point is selected: {' or '.join(SELECTORS)}.")
+    lms_ratio: float = help_field(0.99, "Of the base model's language-model score, lms_threshold keeps this share.")
+    eval_batch_size: int | None = help_field(None, "Rows read together. None: as in training.")
+    use_cache: bool = help_field(True, "Use what an earlier evaluation has left, where it is still right.")
+    plot: bool = help_field(True, "Draw the encodings and the grid.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    process = Process(
+        "gradiend-dist evaluate",
+        memory_remedy="lower eval_batch_size, or launch on more GPUs.",
+        kept="stopped; finished points of the grid are kept, and the same command goes on with the others",
+    )
+    process.set_up_logging()
+    try:
+        run_dir, options = parse(sys.argv[1:] if argv is None else argv)
+        trainer = trainer_of(run_dir)
+    except UserError as error:
+        return process.refuse(error)
+    return process.run(lambda _: run(trainer, options), float(trainer.args.ddp_timeout))
+
+
+def parse(argv: Sequence[str]) -> tuple[Path, EvaluateOptions]:
+    parser = CommandParser(
+        {"evaluation": EvaluateOptions},
+        prog="gradiend-dist evaluate RUN_DIR",
+        description="Describe the encodings of a finished run, and rewrite its base model at every point of a grid.",
+    )
+    run_dir, flags = first_word(argv, parser)
+    values = vars(parser.parse(flags))
+    options = EvaluateOptions(**{item.name: values[item.name] for item in dataclasses.fields(EvaluateOptions)})
+    require_choice("selector", options.selector, SELECTORS)
+    require(0.0 <= options.lms_ratio <= 1.0, f"lms_ratio={options.lms_ratio} is not in [0, 1]: pass e.g. 0.99.")
+    for name in options.parts:
+        require_choice("parts", name, ("encoder", "decoder"))
+    return run_dir, options
+
+
+def first_word(argv: Sequence[str], parser: CommandParser) -> tuple[Path, list[str]]:
+    """The run's directory, and the flags."""
+    parser.print_help_if_asked(argv)
+    require(
+        len(argv) > 0 and not argv[0].startswith("-"),
+        "RUN_DIR is missing: pass the experiment_dir of a finished run first.",
+    )
+    return Path(argv[0]), list(argv[1:])
+
+
+def trainer_of(run_dir: Path) -> TextPredictionTrainer:
+    """The trainer of a finished run, from the configuration that it left; the directory may have been moved."""
+    config = run_dir / train.CONFIG_FILE
+    require(run_dir.is_dir(), f"RUN_DIR={run_dir} is no directory: pass the experiment_dir of a finished run.")
+    require(config.is_file(), f"{run_dir} has no {train.CONFIG_FILE}: pass the experiment_dir of a finished run.")
+    command = train.parse(["--config", str(config)])
+    args = dataclasses.replace(command.args, experiment_dir=str(run_dir), use_cache=False, output_dir=None)
+    feature = dataclasses.replace(command.config, run_id=None)
+    trainer = TextPredictionTrainer(command.model, config=feature, args=args)
+    require(is_model_directory(trainer.model_path), f"{trainer.model_path} holds no model: the run is not finished.")
+    return trainer
+
+
+def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
+    draws = options.plot and importlib.util.find_spec("matplotlib") is not None
+    if options.plot and not draws:
+        logger.info('nothing is drawn: pip install "gradiend_dist[plot]"')
+    lines: list[str] = []
+    shared: dict[str, Any] = {"split": options.split, "use_cache": options.use_cache, "plot": draws}
+    if "encoder" in options.parts:
+        found = trainer.evaluate_encoder(max_size=options.max_size, **shared)
+        lines += [encoder_table(found), ""]
+        lines += [f"  encodings     {found['plot_path']}", ""] if draws else []
+    if "decoder" in options.parts:
+        found = trainer.evaluate_decoder(
+            options.lrs,
+            options.feature_factors,
+            max_size=options.max_size,
+            eval_batch_size=options.eval_batch_size,
+            target_class=options.target_class,
+            part=options.part,
+            selector=selector_of(options),
+            **shared,
+        )
+        lines += [decoder_table(found, trainer.target_classes), ""]
+        lines += [f"  grid          {found['plot_path']}"] if draws else []
+    if trainer.comm.is_first:
+        print("\n".join(lines).rstrip())
+    return 0
+
+
+def selector_of(options: EvaluateOptions) -> SelectionPolicy:
+    return LMSThresholdPolicy(options.lms_ratio) if options.selector == "lms_threshold" else LMSTimesMetricPolicy()
+
+
+def encoder_table(found: dict[str, Any]) -> str:
+    """One line for each class and kind of neutral text."""
+    names = found["label_value_to_class_name"]
+    rows = [
+        (
+            str(names.get(label, label)),
+            str(found["n_by_class"][label]),
+            f"{mean:+.3f}",
+            f"{found['std_by_class'][label]:.3f}",
+            f"{found['min_by_class'][label]:+.3f} .. {found['max_by_class'][label]:+.3f}",
+        )
+        for label, mean in sorted(found["mean_by_class"].items(), key=lambda pair: -pair[0])
+    ]
+    counts = found["sample_counts"]["by_type"]
+    for kind, mean in found["neutral_mean_by_type"].items():
+        rows.append((kind, str(counts.get(kind, "")), f"{mean:+.3f}", "", ""))
+    head = f"encoder: correlation {found['correlation']:.4f}, accuracy {found['training_only']['accuracy']:.4f}"
+    return head + "\n\n" + table(("rows of", "count", "mean encoding", "deviation", "range"), rows)
+
+
+def decoder_table(found: dict[str, Any], target_classes: Sequence[str]) -> str:
+    """One line for the base model and one for each selected point."""
+    grid = found["grid"]
+
+    def row(name: str, where: str, entry: dict[str, Any]) -> tuple[str, ...]:
+        cells = [
+            f"{entry['probs_by_dataset'][dataset][word]:.4f}" for dataset in target_classes for word in target_classes
+        ]
+        return name, where, *cells, f"{entry['lms']['lms']:.4f}"
+
+    rows = [row("base model", "", grid["base"])]
+    for metric, entry in found.items():
+        if isinstance(entry, dict) and "learning_rate" in entry:
+            where = f"factor {entry['feature_factor']:+g}, rate {entry['learning_rate']:g}"
+            name = metric.removesuffix(WEAKEN)
+            what = f"{name} {'strengthened' if entry['strengthen'] else 'weakened'}"
+            rows.append(row(what, where, grid[entry["feature_factor"], entry["learning_rate"]]))
+    header = [f"P({word}) | {dataset}" for dataset in target_classes for word in target_classes]
+    title = "decoder: probability of the words of a class at the blanks of a class, and language-model score"
+    return title + "\n\n" + table(("model", "selected at", *header, "lms"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""What a language model says at the blanks of a feature, and how good a language model it still is.
+
+    probabilities   of each class's words at the blanks of each class's rows
+    lms             the language-model score on neutral text: masked models, the share of hidden tokens that they find;
+                    causal models, 1 / (1 + mean negative log likelihood of a token)
+
+`ModelScores` prepares both once and then measures the same base model in every state that rewriting brings it to.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from gradiend_dist.data import FeatureData, TextPredictionConfig
+from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.questions import Answers, Questions
+from gradiend_dist.objectives import Cloze, MaskedObjective, Objective, longest_input
+from gradiend_dist.schedule import cap_per_group
+from gradiend_dist.workbench import Workbench
+
+# The share of tokens that are hidden to score a masked model, and the seed that chooses them: the reference's.
+HIDDEN_SHARE = 0.15
+HIDDEN_SEED = 42
+LONGEST_TEXT = 512
+
+
+@dataclass(frozen=True)
+class Words:
+    """Whose probability is asked for at a blank."""
+
+    by_class: Mapping[str, Sequence[str]]
+    """Each class's words; empty where every row is asked for its own two words."""
+
+    @property
+    def row_wise(self) -> bool:
+        return not self.by_class
+
+    @staticmethod
+    def of(data: FeatureData, config: TextPredictionConfig) -> Words:
+        """As `decoder_eval_targets` says; by default all words of a class in the data, or, where classes share words,
+        those of each row."""
+        given = config.decoder_eval_targets
+        if given == "label":
+            return Words({})
+        if given is not None:
+            assert isinstance(given, Mapping), "checked with the configuration"
+            unknown = [name for name in given if name not in data.all_classes]
+            if unknown:
+                raise UserError(
+                    f"decoder_eval_targets has the class {unknown[0]!r}, the data has {', '.join(data.all_classes)}: "
+                    "name classes of the data."
+                )
+            kept = {c: list(w) for c, w in given.items() if c in data.target_classes}
+            if not config.decoder_eval_restrict_to_target_classes:
+                kept = {name: list(words) for name, words in given.items()}
+            missing = [name for name in data.target_classes if not kept.get(name)]
+            if missing:
+                raise UserError(f"decoder_eval_targets has no words for {missing[0]!r}: give them, or leave it out.")
+            return Words(kept)
+        by_class = {name: words_of(data, name) for name in data.target_classes}
+        first, second = ({word.strip().lower() for word in words} for words in by_class.values())
+        return Words({}) if first & second else Words(by_class)
+
+
+def words_of(data: FeatureData, name: str) -> list[str]:
+    table = data.table
+    found = {
+        word
+        for side in ("factual", "alternative")
+        for word in table.loc[table[f"{side}_class"] == name, side].dropna().astype(str)
+    }
+    return sorted(found)
+
+
+class ModelScores:
+    """The rows, words and texts that a model is scored on."""
+
+    def __init__(
+        self, bench: Workbench, config: TextPredictionConfig, rows: pd.DataFrame, texts: Sequence[str], *,
+        batch_size: int, ignored: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.bench, self.rows, self.texts, self.ignored = bench, rows, list(texts), list(ignored)
+        self.words = Words.of(bench.data, config)
+        self.on_other_class = config.decoder_eval_prob_on_other_class
+        base = bench.base_gradients(bench.space)
+        model: Any = bench.base_model
+        self._asking: dict[str, Any] = {
+            "pad_id": base.pad_id,
+            "device": base.device,
+            "batch_size": batch_size,
+            "vocabulary": int(model.config.vocab_size),
+        }
+        self._logits_at, self._precision, self._sharded = base.logits_at, base.precision, base.is_sharded
+        self._blanks = Blanks(rows, self.words, bench.objective)
+        self._at_blanks = Questions(self._blanks.clozes, **self._asking)
+        tokenizer, self.is_masked = bench.tokenizer, isinstance(bench.objective, MaskedObjective)
+        longest = min(LONGEST_TEXT, longest_input(model, tokenizer))
+        make = masked_text_questions if self.is_masked else causal_text_questions
+        clozes = make(
+            tokenizer, self.texts, longest, tokens_of(tokenizer, self.ignored),
+            hide_special=bench.args.behaviour.reference_neutral,
+        )  # fmt: skip
+        if not clozes:
+            raise UserError(
+                f"None of the {len(self.texts)} neutral texts has a token to score the language model on: pass longer "
+                "ones as eval_neutral_data, or fewer decoder_eval_ignore_tokens."
+            )
+        self._in_texts = Questions(clozes, **self._asking)
+
+    @staticmethod
+    def prepare(
+        bench: Workbench,
+        config: TextPredictionConfig,
+        *,
+        split: str,
+        max_rows: int | None,
+        max_texts: int | None,
+        batch_size: int,
+        rows: pd.DataFrame | None = None,
+        neutral: pd.DataFrame | None = None,
+    ) -> ModelScores:
+        """The pair's rows of a split, and neutral texts, or, where there are none, the rows with their words."""
+        args, data = bench.args, bench.data
+        if rows is None:
+            rows = cap_per_group(data.rows(split), max_rows, column="feature_class_id", seed=args.data_seed)
+        rows = rows[rows["factual_class"].isin(data.target_classes)].reset_index(drop=True)
+        missing = [name for name in data.target_classes if not (rows["factual_class"] == name).any()]
+        if missing:
+            raise UserError(f"The split {split!r} has no rows of class {missing[0]!r}: pass another split.")
+        neutral = data.neutral if neutral is None else neutral
+        ignored = config.decoder_eval_ignore_tokens
+        if neutral is not None and len(neutral):
+            if max_texts is not None:
+                neutral = neutral.sample(n=min(len(neutral), max_texts), random_state=args.data_seed)
+            texts = neutral["text"].astype(str).tolist()
+        else:
+            filled = zip(rows["masked"], rows["factual"], strict=True)
+            texts = [text.replace(args.mask_placeholder, word) for text, word in filled][:max_texts]
+            if ignored is None:  # these texts are about the feature: its own words do not count
+                ignored = sorted({*rows["factual"], *rows["alternative"]})
+        return ModelScores(bench, config, rows, texts, batch_size=batch_size, ignored=ignored or [])
+
+    def measure(self) -> dict[str, Any]:
+        """The scores of the base model as it is now, with the names of the reference."""
+        comm = self.bench.comm if self._sharded else None
+        asked: dict[str, Any] = {"precision": self._precision(), "comm": comm}
+        at_blanks = self._at_blanks.ask(self._logits_at, **asked)
+        asked["precision"] = self._precision()
+        in_texts = self._in_texts.ask(self._logits_at, predict=self.is_masked, **asked)
+        table = self._blanks.probabilities(self._at_blanks.sums(at_blanks.log_probability))
+        by_dataset = self._blanks.means(table)
+        return {
+            **self._selected(by_dataset),
+            "lms": self._language_model_score(in_texts),
+            "_probs_by_dataset_grouping": "factual_id",
+            "probs_by_dataset": by_dataset,
+        }
+
+    def row_table(self) -> pd.DataFrame:
+        """Row by row: the probabilities of the factual and the alternative word, with the columns of the reference."""
+        comm = self.bench.comm if self._sharded else None
+        clozes = Blanks(self.rows, Words({}), self.bench.objective)
+        questions = Questions(clozes.clozes, **self._asking)
+        answers = questions.ask(self._logits_at, precision=self._precision(), comm=comm)
+        table = clozes.probabilities(questions.sums(answers.log_probability))
+        rows = self.rows
+        return pd.DataFrame(
+            {
+                "masked": rows["masked"],
+                "factual": rows["factual"],
+                "alternative": rows["alternative"],
+                "factual_id": rows["factual_class"],
+                "alternative_id": rows["alternative_class"],
+                "dataset_class": rows["factual_class"],
+                "other_class": rows["alternative_class"],
+                "P_factual": table[:, 0],
+                "P_alternative": table[:, 1],
+            }
+        )
+
+    def _selected(self, by_dataset: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        """What strengthening (`probs`) and weakening (`probs_factual`) are judged by, for each target class."""
+        first, second = self.bench.data.target_classes
+        own = {name: by_dataset[name][name] for name in (first, second)}
+        other = {first: by_dataset[second][first], second: by_dataset[first][second]}
+        return {"probs": other if self.on_other_class else dict(own), "probs_factual": own}
+
+    def _language_model_score(self, answers: Answers) -> dict[str, float]:
+        if self.is_masked:
+            return masked_score(self.bench.tokenizer, self._in_texts.labels, answers.predicted)
+        return causal_score(answers.log_probability)
+
+
+class Blanks:
+    """The rows' blanks and what is asked at them."""
+
+    def __init__(self, rows: pd.DataFrame, words: Words, objective: Objective) -> None:
+        self.dataset = rows["factual_class"].tolist()
+        self.words = words
+        self.other = rows["alternative_class"].tolist()
+        self.clozes: list[Cloze] = []
+        where: list[tuple[int, int]] = []
+        seen: dict[str, list[list[Cloze]]] = {}
+        for row, (template, factual, alternative) in enumerate(
+            zip(rows["masked"], rows["factual"], rows["alternative"], strict=True)
+        ):
+            if words.row_wise:
+                asked = [[objective.whole_word(template, factual)], [objective.whole_word(template, alternative)]]
+            else:
+                if template not in seen:
+                    seen[template] = [spellings(objective, template, group) for group in words.by_class.values()]
+                asked = seen[template]
+            for column, clozes in enumerate(asked):
+                self.clozes += clozes
+                where += [(row, column)] * len(clozes)
+        self._row, self._column = np.array(where).T
+        self._num_columns = 2 if words.row_wise else len(words.by_class)
+
+    def probabilities(self, log_probability: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """[rows, classes]: what the words of each class get together; [rows, 2] of each row's own words."""
+        table = np.zeros((len(self.dataset), self._num_columns))
+        np.add.at(table, (self._row, self._column), np.exp(log_probability))
+        return table
+
+    def means(self, table: npt.NDArray[np.float64]) -> dict[str, dict[str, float]]:
+        """{class of the rows: {class of the words: mean probability}}."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for dataset, other, values in zip(self.dataset, self.other, table.tolist(), strict=True):
+            names = (dataset, other) if self.words.row_wise else self.words.by_class
+            for name, value in zip(names, values, strict=True):
+                found.setdefault(dataset, {}).setdefault(name, []).append(value)
+        return {
+            dataset: {name: float(np.mean(values)) for name, values in by_class.items()}
+            for dataset, by_class in found.items()
+        }
+
+
+def spellings(objective: Objective, template: str, words: Sequence[str]) -> list[Cloze]:
+    """A word counts in every case that is one token at this blank; as it is written where none is."""
+    found: dict[Cloze, None] = {}
+    for word in words:
+        written = word.strip()
+        cases = dict.fromkeys((written, written.lower(), written.capitalize(), written.upper()))
+        clozes = []
+        for case in cases:
+            try:
+                clozes.append(objective.whole_word(template, case))
+            except UserError:
+                if case == written:  # another case may be unknown to the tokenizer, the word may not
+                    raise
+        single = [cloze for cloze in clozes if len(cloze.labels) == 1]
+        found.update(dict.fromkeys(single or clozes[:1]))
+    return list(found)
+
+
+# --- neutral text
+
+
+def tokens_of(tokenizer: Any, words: Sequence[str]) -> set[int]:
+    """All tokens of these words, at the start of a text and behind a space."""
+    spelt = [spelling for word in words for spelling in (word.strip(), f" {word.strip()}")]
+    return {token for text in spelt for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
+
+
+def masked_text_questions(
+    tokenizer: Any, texts: Sequence[str], max_length: int, ignored: set[int], *, hide_special: bool
+) -> list[Cloze]:
+    """Each text with some of its tokens hidden, the same ones for every model; `hide_special` as the reference does."""
+    rng, found = random.Random(HIDDEN_SEED), []
+    for text in texts:
+        encoded = tokenizer(text, truncation=True, max_length=max_length, return_special_tokens_mask=True)
+        ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
+        places = [place for place in range(len(ids)) if hide_special or not special[place]]
+        if not places:
+            continue
+        hidden = rng.sample(places, max(1, int(HIDDEN_SHARE * len(places))))
+        read = list(ids)
+        for place in hidden:
+            read[place] = tokenizer.mask_token_id
+        counted = [place for place in hidden if ids[place] not in ignored]
+        if counted:
+            found.append(Cloze(tuple(read), tuple(counted), tuple(ids[place] for place in counted)))
+    return found
+
+
+def causal_text_questions(
+    tokenizer: Any, texts: Sequence[str], max_length: int, ignored: set[int], *, hide_special: bool
+) -> list[Cloze]:
+    """Every token of each text after its first, read from those before it."""
+    left_out = ignored if hide_special else ignored | set(tokenizer.all_special_ids)
+    found = []
+    for text in texts:
+        ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        places = [place for place in range(len(ids) - 1) if ids[place + 1] not in left_out]
+        if places:
+            found.append(Cloze(tuple(ids), tuple(places), tuple(ids[place + 1] for place in places)))
+    return found
+
+
+def masked_score(tokenizer: Any, labels: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Tokens are compared as text, whatever their case; precision, recall and F1 weigh each by its frequency."""
+
+    @functools.cache
+    def text(token: int) -> str:
+        return str(tokenizer.decode([token], skip_special_tokens=True)).lower()
+
+    true, found = ([text(int(token)) for token in tokens] for tokens in (labels, predicted))
+    counts = pd.DataFrame({"true": true, "found": found})
+    hits = counts.loc[counts["true"] == counts["found"], "true"].value_counts()
+    support, chosen = counts["true"].value_counts(), counts["found"].value_counts()
+    hit = hits.reindex(support.index).fillna(0.0)
+    precision = (hit / chosen.reindex(support.index)).fillna(0.0)
+    recall = hit / support
+    f1 = (2 * precision * recall / (precision + recall)).fillna(0.0)
+    share = support / len(counts)
+    accuracy = float(hits.sum() / len(counts))
+    weighted = {"precision": precision, "recall": recall, "f1": f1}
+    return {
+        "accuracy": accuracy,
+        **{name: float((value * share).sum()) for name, value in weighted.items()},
+        "lms": accuracy,
+    }
+
+
+def causal_score(log_probability: npt.NDArray[np.float64]) -> dict[str, float]:
+    """0 for a model that is broken beyond any likelihood; `total_log_likelihood` is negated, as in the reference."""
+    total = -float(log_probability.sum())
+    mean = total / len(log_probability)
+    broken = not math.isfinite(mean) or mean > 700.0
+    return {
+        "lms": 0.0 if broken else 1.0 / (1.0 + mean),
+        "perplexity": math.inf if broken else math.exp(mean),
+        "total_log_likelihood": total,
+        "total_tokens": len(log_probability),
+    }

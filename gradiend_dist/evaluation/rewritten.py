@@ -1,0 +1,167 @@
+"""rewrite_base_model of a trainer: at which point, and the changed model in memory or on disk."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from gradiend_dist.arguments import require
+from gradiend_dist.checkpoint import WEIGHTS, load_gradiend
+from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.selection import BASE, WEAKEN
+from gradiend_dist.model import ModelWithGradiend, load_base_model
+from gradiend_dist.rewriting import (
+    Change,
+    Vectors,
+    VectorsInFile,
+    VectorsInMemory,
+    as_dtype,
+    check_direction,
+    rewrite,
+    save_rewritten,
+)
+
+if TYPE_CHECKING:
+    from gradiend_dist.trainer import TextPredictionTrainer
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to move the base model, why, and what that was measured to do."""
+
+    learning_rate: float
+    feature_factor: float
+    part: str
+    purpose: str | None
+    effect: tuple[tuple[str, float, float], ...] = ()
+
+
+def chosen_point(
+    trainer: TextPredictionTrainer,
+    results: dict[str, Any] | None,
+    name: str | None,
+    strengthen: bool,
+    learning_rate: float | None,
+    feature_factor: float | None,
+    part: str,
+) -> Target:
+    """The given point, or the one that an evaluation has selected for a class."""
+    if name is not None:
+        trainer._classes_asked_for(name)
+    purpose = None if name is None else f"{name} {'strengthened' if strengthen else 'weakened'}"
+    if learning_rate is not None:
+        factor = feature_factor
+        if factor is None:
+            assert name is not None, "the caller has asked for one of them"
+            factors = trainer.strengthening_factors()
+            others = [other for other in trainer.target_classes if other != name]
+            factor = factors[name if strengthen else others[0]]
+        return Target(learning_rate, factor, part, purpose)
+    require(feature_factor is None, f"feature_factor={feature_factor} needs a learning_rate: pass both, or neither.")
+    assert name is not None, "a point is selected for a class"
+    if results is None:
+        results = trainer.evaluate_decoder(
+            target_class=name, increase_target_probabilities=strengthen, use_cache=True, part=part
+        )
+    metric = name if strengthen else f"{name}{WEAKEN}"
+    if metric not in results:
+        known = ", ".join(key for key in results if key not in ("grid", "plot_path", "plot_paths"))
+        raise UserError(
+            f"decoder_results have {known or 'no summary'} and not {metric!r}: pass those of "
+            f"evaluate_decoder(increase_target_probabilities={strengthen})."
+        )
+    chosen = results[metric]
+    point = chosen["feature_factor"], chosen["learning_rate"]
+    grid = results.get("grid", {})
+    effect = _effect(trainer, grid[BASE], grid[point]) if BASE in grid and point in grid else ()
+    return Target(chosen["learning_rate"], chosen["feature_factor"], part, purpose, effect)
+
+
+def _effect(
+    trainer: TextPredictionTrainer, before: dict[str, Any], after: dict[str, Any]
+) -> tuple[tuple[str, float, float], ...]:
+    rows = []
+    for dataset in trainer.target_classes:
+        for name in trainer.target_classes:
+            what = f"P({name}) at blanks of {dataset}"
+            rows.append((what, *(entry["probs_by_dataset"][dataset][name] for entry in (before, after))))
+    rows.append(("language-model score", before["lms"]["lms"], after["lms"]["lms"]))
+    return tuple(rows)
+
+
+def rewritten_model(
+    trainer: TextPredictionTrainer,
+    target: Target,
+    output_dir: str | Path | None,
+    *,
+    dtype: str | None,
+    max_shard_size: str | int,
+) -> nn.Module | None:
+    """A changed copy of the trainer's base model, or, with `output_dir`, of what is on disk, saved there by rank 0."""
+    comm, saved_at = trainer.comm, trainer._saved_at()
+    if output_dir is None:
+        return _changed_in_memory(trainer, target, dtype)
+    if saved_at is None:
+        model = trainer.get_model()
+        change = _change_of(model, target, run=None)
+        changed = _changed_in_memory(trainer, target, dtype)
+        comm.first(
+            f"saving {output_dir}",
+            lambda: _save(changed, model.tokenizer, output_dir, change, max_shard_size),
+        )
+        return changed
+    kept: list[nn.Module] = []
+
+    def work() -> None:
+        """On the host, in the dtype of the files: what is not moved stays as it is, to the byte."""
+        loaded = trainer._trained
+        gradiend = loaded.gradiend if loaded is not None and loaded.gradiend.part.is_whole else load_gradiend(saved_at)
+        check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
+        base_model, tokenizer = load_base_model(
+            trainer.base_model_name, torch_dtype=dtype or "auto", trust_remote_code=trainer.args.trust_remote_code
+        )
+        model = ModelWithGradiend(base_model, gradiend, tokenizer)
+        _move(base_model, model, VectorsInMemory(gradiend), target)
+        change = _change_of(model, target, run=str(saved_at))
+        _save(base_model, tokenizer, output_dir, change, max_shard_size)
+        kept.append(base_model)
+
+    comm.first(f"rewriting {trainer.base_model_name}", work)
+    return kept[0] if kept else None
+
+
+def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: str | None) -> nn.Module:
+    bench, model = trainer.workbench, trainer.get_model()
+    if bench.spread.shards:
+        raise UserError("The base model is in shards, and no rank has all of it: pass output_dir to save the change.")
+    gradiend, saved_at = model.gradiend, trainer._saved_at()
+    vectors: Vectors = VectorsInMemory(gradiend)
+    if not gradiend.part.is_whole:
+        if saved_at is None:
+            raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
+        vectors = VectorsInFile(saved_at / WEIGHTS, gradiend)
+    changed = copy.deepcopy(bench.base_model)
+    _move(changed, model, vectors, target)
+    converted = as_dtype(dtype)
+    return changed if converted is None else changed.to(converted)
+
+
+def _move(base_model: nn.Module, model: ModelWithGradiend, vectors: Vectors, target: Target) -> None:
+    weights = model.gradiend.space.active()
+    rewrite(base_model, weights, vectors, target.learning_rate, target.feature_factor, target.part)
+
+
+def _change_of(model: ModelWithGradiend, target: Target, run: str | None) -> Change:
+    return model.change(
+        target.learning_rate, target.feature_factor, target.part, purpose=target.purpose, run=run, effect=target.effect
+    )
+
+
+def _save(
+    changed: nn.Module, tokenizer: Any, output_dir: str | Path, change: Change, max_shard_size: str | int
+) -> None:
+    save_rewritten(changed, tokenizer, output_dir, change.card(), max_shard_size=max_shard_size)

@@ -1,0 +1,134 @@
+"""Which point of a decoder grid to take: what is gained for the feature against what the language model loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gradiend_dist.errors import UserError
+
+BASE = "base"
+WEAKEN = "_weaken"
+
+Results = Mapping[Any, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One rewritten model."""
+
+    id: Mapping[str, float]
+    """Its `feature_factor` and `learning_rate`."""
+    lms: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def feature_factor(self) -> float:
+        return self.id["feature_factor"]
+
+    @property
+    def learning_rate(self) -> float:
+        return self.id["learning_rate"]
+
+
+@dataclass(frozen=True)
+class BaseContext:
+    """The base model, for comparison."""
+
+    base_lms: float
+
+
+class SelectionPolicy(Protocol):
+    def select(self, metric: str, candidates: Sequence[Candidate], ctx: BaseContext) -> Candidate | None: ...
+
+
+@dataclass(frozen=True)
+class LMSThresholdPolicy:
+    """The largest metric among models that keep this share of the base's score; the smallest step if none does."""
+
+    ratio: float = 0.99
+
+    def select(self, metric: str, candidates: Sequence[Candidate], ctx: BaseContext) -> Candidate | None:
+        passing = [found for found in candidates if found.lms >= self.ratio * ctx.base_lms]
+        if passing:
+            return max(passing, key=lambda found: found.metrics[metric])
+        moving = [found for found in candidates if found.learning_rate != 0]
+        return min(moving, key=lambda found: abs(found.learning_rate), default=None)
+
+
+@dataclass(frozen=True)
+class LMSTimesMetricPolicy:
+    """The largest product of metric and language-model score."""
+
+    def select(self, metric: str, candidates: Sequence[Candidate], ctx: BaseContext) -> Candidate | None:  # noqa: ARG002
+        return max(candidates, key=lambda found: found.metrics[metric] * found.lms, default=None)
+
+
+Extractor = Callable[[Results], tuple[list[Candidate], BaseContext]]
+
+
+def extract_candidates(results: Results) -> tuple[list[Candidate], BaseContext]:
+    """Metrics of a point: `<class>` to strengthen it, `<class>_factual`, `<class>_weaken`, and numbers of its own."""
+    candidates = []
+    for name, entry in results.items():
+        if name == BASE:
+            continue
+        metrics = {str(key): float(value) for key, value in entry["probs"].items()}
+        for key, value in entry["probs_factual"].items():
+            metrics[f"{key}_factual"] = float(value)
+            metrics[f"{key}{WEAKEN}"] = 1.0 - float(value)
+        metrics |= {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
+        candidates.append(Candidate(entry["id"], float(entry["lms"]["lms"]), metrics))
+    return candidates, BaseContext(float(results[BASE]["lms"]["lms"]))
+
+
+def strengthening_factor(direction: Mapping[str, float], source: str, name: str) -> float:
+    """The feature factor that makes a class more probable.
+
+    The decoder answers an encoding of +1 with the gradient of the class that is encoded so. A gradient of the
+    alternative word's loss, added, moves away from the factual word; of the factual word's, the other way round.
+    """
+    return float(direction[name] if source == "alternative" else -direction[name])
+
+
+def summarize(
+    results: Results,
+    metrics: Sequence[str],
+    selector: SelectionPolicy,
+    factors: Mapping[str, float],
+    extractor: Extractor = extract_candidates,
+) -> dict[str, dict[str, Any]]:
+    """For each metric the selected point: only those that push the right way compete for strengthening or weakening."""
+    candidates, base = extractor(results)
+    known = sorted({name for candidate in candidates for name in candidate.metrics})
+    summary = {}
+    for metric in metrics:
+        if metric not in known:
+            raise UserError(f"summary_metrics has {metric!r}, a grid point has {', '.join(known)}: name one of these.")
+        rivals = [found for found in candidates if _pushes(found, metric, factors)]
+        chosen = selector.select(metric, rivals, base) if rivals else None
+        if chosen is None:
+            raise UserError(
+                f"No point of the grid pushes towards {metric!r}: let feature_factors include "
+                f"{sorted(set(factors.values()))}, and lrs other values than 0."
+            )
+        summary[metric] = {
+            "value": chosen.metrics[metric],
+            "feature_factor": float(chosen.feature_factor),
+            "learning_rate": float(chosen.learning_rate),
+            "id": dict(chosen.id),
+            "strengthen": not metric.endswith(WEAKEN),
+            "lms": chosen.lms,
+            "base_lms": base.base_lms,
+        }
+    return summary
+
+
+def _pushes(candidate: Candidate, metric: str, factors: Mapping[str, float]) -> bool:
+    name = metric.removesuffix(WEAKEN)
+    if name not in factors:
+        return True  # a metric of the user's own
+    if metric.endswith(WEAKEN):
+        return candidate.feature_factor in {factor for other, factor in factors.items() if other != name}
+    return candidate.feature_factor == factors[name]

@@ -1,0 +1,92 @@
+"""The rewriting command: a changed copy of a run's base model, as a plain Hugging Face model.
+
+gradiend-dist rewrite RUN_DIR --target_class F --output_dir rewritten
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradiend_dist.arguments import help_field, require
+from gradiend_dist.command_line import CommandParser
+from gradiend_dist.errors import UserError
+from gradiend_dist.evaluate import first_word, trainer_of
+from gradiend_dist.process import Process
+from gradiend_dist.rewriting import as_dtype, check_output_dir
+from gradiend_dist.trainer import TextPredictionTrainer
+
+
+@dataclass(kw_only=True)
+class RewriteOptions:
+    """Which change, and where to."""
+
+    target_class: str | None = help_field(None, "The class to make more probable (required, but for a given factor).")
+    output_dir: str | None = help_field(None, "Directory of the changed model (required).")
+    weaken: bool = help_field(False, "Make the class less probable instead.")
+    learning_rate: float | None = help_field(
+        None, "Strength. None: as the decoder grid selects, which is run if needed."
+    )
+    feature_factor: float | None = help_field(None, "With learning_rate. None: the one that pushes the right way.")
+    part: str = help_field("decoder", "The rewriting vector: decoder, or decoder-weight, decoder-bias, ...")
+    dtype: str | None = help_field(None, "float32, bfloat16, float16 or float64. None: that of the base model's files.")
+    max_shard_size: str = help_field("5GB", "Weights are saved in files of at most this size.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    process = Process(
+        "gradiend-dist rewrite",
+        memory_remedy="run it where the base model and its GRADIEND model fit in memory.",
+        kept="stopped; nothing was written, but finished points of the grid are kept",
+    )
+    process.set_up_logging()
+    try:
+        run_dir, options = parse(sys.argv[1:] if argv is None else argv)
+        trainer = trainer_of(run_dir)
+    except UserError as error:
+        return process.refuse(error)
+    return process.run(lambda _: run(trainer, options), float(trainer.args.ddp_timeout))
+
+
+def parse(argv: Sequence[str]) -> tuple[Path, RewriteOptions]:
+    parser = CommandParser(
+        {"rewriting": RewriteOptions},
+        prog="gradiend-dist rewrite RUN_DIR",
+        description="Save a changed copy of the base model of a finished run.",
+    )
+    run_dir, flags = first_word(argv, parser)
+    values = vars(parser.parse(flags))
+    options = RewriteOptions(**{item.name: values[item.name] for item in dataclasses.fields(RewriteOptions)})
+    require(options.output_dir is not None, "output_dir is missing: pass --output_dir DIRECTORY.")
+    require(
+        options.target_class is not None or options.feature_factor is not None,
+        "target_class is missing: pass --target_class NAME, or --feature_factor and --learning_rate.",
+    )
+    as_dtype(options.dtype)
+    check_output_dir(str(options.output_dir))
+    return run_dir, options
+
+
+def run(trainer: TextPredictionTrainer, options: RewriteOptions) -> int:
+    trainer.rewrite_base_model(
+        target_class=options.target_class,
+        increase_target_probabilities=not options.weaken,
+        output_dir=options.output_dir,
+        learning_rate=options.learning_rate,
+        feature_factor=options.feature_factor,
+        part=options.part,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+    )
+    if trainer.comm.is_first:
+        card = Path(str(options.output_dir)) / "README.md"
+        print(card.read_text(encoding="utf-8").split("---\n", 2)[2].strip())
+        print(f"\n  model         {options.output_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

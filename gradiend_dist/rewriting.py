@@ -1,0 +1,269 @@
+"""Rewriting a base model along what was learnt: theta' = theta + learning_rate * v.
+
+v is the decoder's vector for a feature factor, or one of the model's other vectors (`part`). `InPlace` moves a base
+model to any number of points and back to the bit: it holds one copy of the entries that it touches and nothing else of
+their number, since v is formed piece by piece. `save_rewritten` writes a plain Hugging Face model with a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradiend_dist import __version__
+from gradiend_dist.arguments import PARTS, require_choice
+from gradiend_dist.errors import UserError
+from gradiend_dist.files import new_directory, write_text
+from gradiend_dist.sharding import reshard
+from gradiend_dist.space import Weight
+
+# Entries of a weight that are moved together.
+CHUNK = 2**22
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Vectors(Protocol):
+    """The vectors of a GRADIEND model, by ranges of their entries."""
+
+    latent_dim: int
+    decoder_activation: nn.Module
+
+    def encoder(self, where: slice) -> Tensor: ...  # [m, k]
+
+    def decoder(self, where: slice) -> Tensor: ...  # [k, m]
+
+    def bias(self, where: slice) -> Tensor | None: ...  # [k]
+
+
+class VectorsInMemory:
+    """Those of a model, or of this rank's part of one."""
+
+    def __init__(self, gradiend: Any) -> None:
+        self.gradiend = gradiend
+        self.latent_dim: int = gradiend.latent_dim
+        self.decoder_activation: nn.Module = gradiend.decoder[1]
+
+    def encoder(self, where: slice) -> Tensor:
+        found: Tensor = self.gradiend.encoder_weight[:, where]
+        return found
+
+    def decoder(self, where: slice) -> Tensor:
+        found: Tensor = self.gradiend.decoder_weight[where]
+        return found
+
+    def bias(self, where: slice) -> Tensor | None:
+        bias: Tensor | None = self.gradiend.decoder_bias_vector
+        return None if bias is None else bias[where]
+
+
+class VectorsInFile:
+    """Those of a saved model, read as they are wanted: for a rank that has only a part of them in memory."""
+
+    def __init__(self, path: Path, gradiend: Any) -> None:
+        self.latent_dim: int = gradiend.latent_dim
+        self.decoder_activation: nn.Module = gradiend.decoder[1]
+        self._file: Any = safe_open(str(path), framework="pt")
+        self._has_bias = gradiend.bias_decoder
+
+    def encoder(self, where: slice) -> Tensor:
+        found: Tensor = self._file.get_slice("encoder.0.linear.weight")[:, where.start : where.stop]
+        return found
+
+    def decoder(self, where: slice) -> Tensor:
+        found: Tensor = self._file.get_slice("decoder.0.linear.weight")[where.start : where.stop]
+        return found
+
+    def bias(self, where: slice) -> Tensor | None:
+        if not self._has_bias:
+            return None
+        found: Tensor = self._file.get_slice("decoder.0.linear.bias")[where.start : where.stop]
+        return found
+
+
+def check_direction(feature_factor: float | Sequence[float], part: str, *, latent_dim: int, bias: bool) -> None:
+    if part == "decoder":
+        count = torch.as_tensor(feature_factor).numel()
+        if count not in (1, latent_dim):
+            raise UserError(f"feature_factor has {count} values, latent_dim is {latent_dim}: pass as many.")
+        return
+    require_choice("part", part, ("decoder", *PARTS))
+    if part in ("decoder-bias", "decoder-sum") and not bias:
+        raise UserError(f"part={part} needs a decoder bias, this model has none: use decoder-weight.")
+
+
+@torch.no_grad()
+def direction(vectors: Vectors, where: slice, feature_factor: float | Sequence[float], part: str) -> Tensor:
+    """The entries `where` of v, in float32; `part` other than decoder does not depend on the factor."""
+    if part == "encoder-weight":
+        return vectors.encoder(where).sum(0).float()
+    bias = vectors.bias(where)
+    if part == "decoder-bias":
+        assert bias is not None, "checked before"
+        return bias.float()
+    decoder = vectors.decoder(where)
+    if part == "decoder":
+        latent = torch.as_tensor(feature_factor, dtype=decoder.dtype, device=decoder.device).reshape(-1)
+        found: Tensor = vectors.decoder_activation(
+            torch.nn.functional.linear(latent.expand(vectors.latent_dim), decoder, bias)
+        )
+        return found.float()
+    return (decoder.sum(1) if part == "decoder-weight" or bias is None else decoder.sum(1) + bias).float()
+
+
+class InPlace(AbstractContextManager["InPlace"]):
+    """A base model that can be moved and is itself again, bit for bit, when the block ends.
+
+    `weights` say where in `vectors` the entries of each weight are: of the whole space, or, over a sharded base model,
+    of this rank's shards.
+    """
+
+    def __init__(self, base_model: nn.Module, weights: Sequence[Weight], vectors: Vectors) -> None:
+        self.base_model, self.vectors = base_model, vectors
+        reshard(base_model)
+        parameters = dict(base_model.named_parameters())
+        self._places: list[tuple[Weight, Tensor, Tensor | None]] = []
+        for weight in weights:
+            flat = flat_entries(parameters[weight.name])
+            indices = None if weight.selected is None else weight.selected.to(flat.device)
+            self._places.append((weight, flat, indices))
+        self._originals = [flat.clone() if indices is None else flat[indices] for _, flat, indices in self._places]
+
+    @torch.no_grad()
+    def move(self, learning_rate: float, feature_factor: float | Sequence[float], part: str = "decoder") -> None:
+        """To this point, from wherever the model is."""
+        reshard(self.base_model)
+        for (weight, flat, indices), original in zip(self._places, self._originals, strict=True):
+            for inside in chunks(weight.num_selected):
+                where = slice(weight.offset + inside.start, weight.offset + inside.stop)
+                step = direction(self.vectors, where, feature_factor, part) * learning_rate
+                moved = original[inside] + step.to(flat.device, flat.dtype)
+                if indices is None:
+                    flat[inside] = moved
+                else:
+                    flat[indices[inside]] = moved
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        reshard(self.base_model)
+        for (_, flat, indices), original in zip(self._places, self._originals, strict=True):
+            if indices is None:
+                flat.copy_(original)
+            else:
+                flat[indices] = original
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+@torch.no_grad()
+def rewrite(
+    base_model: nn.Module,
+    weights: Sequence[Weight],
+    vectors: Vectors,
+    learning_rate: float,
+    feature_factor: float | Sequence[float],
+    part: str = "decoder",
+) -> None:
+    """Move a model for good, with no copy of anything."""
+    parameters = dict(base_model.named_parameters())
+    for weight in weights:
+        flat = flat_entries(parameters[weight.name])
+        for inside in chunks(weight.num_selected):
+            where = slice(weight.offset + inside.start, weight.offset + inside.stop)
+            step = (direction(vectors, where, feature_factor, part) * learning_rate).to(flat.device, flat.dtype)
+            if weight.selected is None:
+                flat[inside] += step
+            else:
+                flat.index_add_(0, weight.selected[inside].to(flat.device), step)
+
+
+def flat_entries(parameter: Tensor) -> Tensor:
+    """The entries that this process holds, to be written to."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+    return local.view(-1)
+
+
+def chunks(count: int) -> Iterator[slice]:
+    for start in range(0, count, CHUNK):
+        yield slice(start, min(start + CHUNK, count))
+
+
+def save_rewritten(
+    model: nn.Module, tokenizer: Any, output_dir: str | Path, card: str, *, max_shard_size: str | int = "5GB"
+) -> Path:
+    """A complete Hugging Face model with its tokenizer and a card, or nothing at all."""
+    path = Path(output_dir)
+    with new_directory(path) as directory:
+        model.save_pretrained(directory, max_shard_size=max_shard_size)  # type: ignore[operator]
+        tokenizer.save_pretrained(directory)
+        write_text(directory / "README.md", card)
+    return path
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was done to a base model, for its card."""
+
+    base_model: str
+    num_changed: int
+    num_weights: int
+    learning_rate: float
+    feature_factor: float | Sequence[float]
+    part: str
+    purpose: str | None = None
+    """Such as: F strengthened."""
+    run: str | None = None
+    """The GRADIEND model that it comes from."""
+    effect: Sequence[tuple[str, float, float]] = ()
+    """What was measured: (name, before, after)."""
+
+    def card(self) -> str:
+        name = Path(self.base_model).name
+        on_hub = "" if Path(self.base_model).is_dir() else f"base_model: {self.base_model}\n"
+        factor = "" if self.part != "decoder" else f", feature factor {self.feature_factor}"
+        vector = "the decoder's vector" if self.part == "decoder" else f"the vector `{self.part}`"
+        lines = [
+            f"---\n{on_hub}library_name: transformers\ntags:\n- gradiend\n---\n",
+            f"# {name}, rewritten{'' if self.purpose is None else f': {self.purpose}'}\n",
+            f"{self.num_changed:,} of the {self.num_weights:,} weights of `{self.base_model}` were moved along a "
+            "direction that GRADIEND has learnt from the gradients of that model; all others are as they were.\n",
+            "| | |",
+            "|---|---|",
+            f"| changed by | learning rate {self.learning_rate:g} times {vector}{factor} |",
+            f"| learnt by | `{self.run or 'a model in memory'}` |",
+            f"| rewritten with | gradiend_dist {__version__} |\n",
+        ]
+        if self.effect:
+            lines += ["Measured on the evaluation split, in the precision of the evaluation:\n"]
+            lines += ["| | base model | this model |", "|---|---|---|"]
+            lines += [f"| {what} | {before:.4g} | {after:.4g} |" for what, before, after in self.effect]
+            lines += [""]
+        return "\n".join(lines)
+
+
+def check_output_dir(output_dir: str | Path) -> None:
+    """Before any work: a directory that holds something else is not replaced."""
+    path = Path(output_dir)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"output_dir={str(output_dir)!r} is a file: pass a directory.")
+    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").is_file():
+        raise UserError(f"output_dir={str(output_dir)!r} holds files that are no model: pass another directory.")
+
+
+def as_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    require_choice("dtype", name, DTYPES)
+    found: torch.dtype = getattr(torch, name)
+    return found
