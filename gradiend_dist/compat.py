@@ -4,6 +4,13 @@
 default. The code asks the run's `Behaviour` at each of these places and nowhere else, so this list is complete.
 A `seed` that is left out is 0, its default; an explicit seed=None (rows in the order of 42, a single run unseeded) is
 not reproduced.
+
+Nor are these defects of its decoder evaluation, whose numbers depend on the batch or on what else is in it:
+causal models are read at the last place of a batch padded on the right, which is padding for shorter rows; with
+tokenizers that mark word starts only the spellings without the mark count; a word of several tokens counts by its first
+one in causal models; the placeholder is [MASK] whatever `mask_placeholder` says, and stands in the texts that a causal
+model is scored on; where classes share words, and without `decoder_eval_prob_on_other_class`, strengthening is judged
+by the rows of the class that comes first, whichever is strengthened; kept points are read whatever has changed.
 """
 
 from __future__ import annotations
@@ -66,6 +73,10 @@ class Behaviour:
     together, and neutral texts come with every split. Corrected: exactly one token is hidden, of no class's words;
     every text counts, once; with the test split."""
 
+    lms_on_special_tokens: bool
+    """The language-model score of the decoder evaluation also asks for [CLS], [SEP] and the end of a text. Corrected:
+    for tokens of the text alone."""
+
     signed_convergence: bool
     """Among several seeds one with correlation -0.9 did not converge; alone it did. Corrected: both did, unless
     normalize_gradiend should have turned it."""
@@ -102,6 +113,7 @@ REFERENCE = Behaviour(
     evaluation_by_class=True,
     differences_unevaluated=True,
     reference_neutral=True,
+    lms_on_special_tokens=True,
     signed_convergence=True,
     supervised_decoder_factual=True,
     one_converged_is_enough=True,
@@ -124,6 +136,7 @@ CORRECTED = Behaviour(
     evaluation_by_class=False,
     differences_unevaluated=False,
     reference_neutral=False,
+    lms_on_special_tokens=False,
     signed_convergence=False,
     supervised_decoder_factual=False,
     one_converged_is_enough=False,

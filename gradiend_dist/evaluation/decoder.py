@@ -107,7 +107,7 @@ class ModelScores:
         make = masked_text_questions if self.is_masked else causal_text_questions
         clozes = make(
             tokenizer, self.texts, longest, tokens_of(tokenizer, self.ignored),
-            hide_special=bench.args.behaviour.reference_neutral,
+            hide_special=bench.args.behaviour.lms_on_special_tokens,
         )  # fmt: skip
         if not clozes:
             raise UserError(
