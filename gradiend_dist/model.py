@@ -30,7 +30,7 @@ from gradiend_dist.rewriting import (
     VectorsInMemory,
     as_dtype,
     check_direction,
-    check_output_dir,
+    check_output,
     direction,
     rewrite,
     save_rewritten,
@@ -516,7 +516,7 @@ class ModelWithGradiend:
         check_direction(feature_factor, part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
         converted = as_dtype(dtype)
         if output_dir is not None:
-            check_output_dir(output_dir)
+            check_output(output_dir, dtype, max_shard_size)
         changed = copy.deepcopy(self.base_model)
         rewrite(changed, gradiend.space.active(), VectorsInMemory(gradiend), learning_rate, feature_factor, part)
         changed = changed if converted is None else changed.to(converted)

@@ -39,7 +39,9 @@ class Process:
         # What matters of its load report is an error of ours.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers imports, warns on stdout else
+            os.environ.setdefault(
+                "DS_ACCELERATOR", "cpu"
+            )  # DeepSpeed, which transformers imports, warns on stdout else
         if not sys.stderr.isatty():
             disable_progress_bar()  # of transformers; in a log file a bar is noise, as tqdm itself knows of ours
 

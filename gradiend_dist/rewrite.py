@@ -16,7 +16,7 @@ from gradiend_dist.command_line import CommandParser
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluate import first_word, trainer_of
 from gradiend_dist.process import Process
-from gradiend_dist.rewriting import as_dtype, check_output_dir
+from gradiend_dist.rewriting import check_output
 from gradiend_dist.trainer import TextPredictionTrainer
 
 
@@ -65,8 +65,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, RewriteOptions]:
         options.target_class is not None or options.feature_factor is not None,
         "target_class is missing: pass --target_class NAME, or --feature_factor and --learning_rate.",
     )
-    as_dtype(options.dtype)
-    check_output_dir(str(options.output_dir))
+    check_output(str(options.output_dir), options.dtype, options.max_shard_size)
     return run_dir, options
 
 

@@ -7,6 +7,7 @@ their number, since v is formed piece by piece. `save_rewritten` writes a plain 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from gradiend_dist.sharding import reshard
 from gradiend_dist.space import Weight
 
 # Entries of a weight that are moved together.
-CHUNK = 2**22
+CHUNK = 2**20
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -252,8 +253,11 @@ class Change:
         return "\n".join(lines)
 
 
-def check_output_dir(output_dir: str | Path) -> None:
-    """Before any work: a directory that holds something else is not replaced."""
+def check_output(output_dir: str | Path, dtype: str | None, max_shard_size: str | int) -> None:
+    """Before any work: can the changed model be saved like this? A directory that holds something else is kept."""
+    as_dtype(dtype)
+    if isinstance(max_shard_size, str) and not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]I?B", max_shard_size.upper()):
+        raise UserError(f"max_shard_size={max_shard_size!r} is no size: write e.g. 5GB or 500MB.")
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         raise UserError(f"output_dir={str(output_dir)!r} is a file: pass a directory.")

@@ -36,6 +36,7 @@ from gradiend_dist.evaluation.selection import (
     LMSThresholdPolicy,
     SelectionPolicy,
     extract_candidates,
+    require_pushing,
     strengthening_factor,
     summarize,
 )
@@ -43,7 +44,7 @@ from gradiend_dist.files import read_json
 from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.model import ModelWithGradiend
 from gradiend_dist.pruning import post_prune
-from gradiend_dist.rewriting import as_dtype, check_output_dir
+from gradiend_dist.rewriting import as_dtype, check_output
 from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.seed_training import Places, SeedTraining
 from gradiend_dist.spread import launched
@@ -375,6 +376,10 @@ class TextPredictionTrainer:
         if feature_factors is None:
             pushed = wanted if increase_target_probabilities else [c for c in data.target_classes if [c] != wanted]
             feature_factors = list(dict.fromkeys(factors[name] for name in pushed))
+        metrics = summary_metrics
+        if metrics is None:
+            metrics = [name if increase_target_probabilities else f"{name}{WEAKEN}" for name in wanted]
+        require_pushing(feature_factors, metrics, factors)
         cap = max_size or self.config.decoder_eval_lms_max_samples
         options = GridOptions(
             feature_factors=feature_factors,
@@ -393,9 +398,6 @@ class TextPredictionTrainer:
         grid = DecoderGrid(self.workbench, model, self.config, options, saved_at=self._saved_at())
         use_cache = bool(args.use_cache) if use_cache is None else use_cache
         results = grid.results(self.experiment_dir, use_cache=use_cache)
-        metrics = summary_metrics
-        if metrics is None:
-            metrics = [name if increase_target_probabilities else f"{name}{WEAKEN}" for name in wanted]
         summary = summarize(results, metrics, selector or LMSThresholdPolicy(), factors, summary_extractor)
         found: dict[str, Any] = {**summary, "grid": results}
         if plot:
@@ -481,7 +483,7 @@ class TextPredictionTrainer:
         )
         as_dtype(dtype)
         if output_dir is not None:
-            self.comm.first(f"looking at {output_dir}", lambda: check_output_dir(output_dir))
+            self.comm.first(f"looking at {output_dir}", lambda: check_output(output_dir, dtype, max_shard_size))
         point = chosen_point(
             self, decoder_results, target_class, increase_target_probabilities, learning_rate, feature_factor, part
         )

@@ -106,13 +106,10 @@ def summarize(
     for metric in metrics:
         if metric not in known:
             raise UserError(f"summary_metrics has {metric!r}, a grid point has {', '.join(known)}: name one of these.")
-        rivals = [found for found in candidates if _pushes(found, metric, factors)]
-        chosen = selector.select(metric, rivals, base) if rivals else None
+        rivals = [found for found in candidates if pushes(found.feature_factor, metric, factors)]
+        chosen = selector.select(metric, rivals, base)
         if chosen is None:
-            raise UserError(
-                f"No point of the grid pushes towards {metric!r}: let feature_factors include "
-                f"{sorted(set(factors.values()))}, and lrs other values than 0."
-            )
+            raise UserError(f"The selector takes none of the {len(rivals)} points for {metric!r}: pass other lrs.")
         summary[metric] = {
             "value": chosen.metrics[metric],
             "feature_factor": float(chosen.feature_factor),
@@ -125,10 +122,22 @@ def summarize(
     return summary
 
 
-def _pushes(candidate: Candidate, metric: str, factors: Mapping[str, float]) -> bool:
+def pushes(feature_factor: float, metric: str, factors: Mapping[str, float]) -> bool:
+    """Does this factor strengthen (or weaken) the class that the metric is about? `factors` strengthen each class."""
     name = metric.removesuffix(WEAKEN)
     if name not in factors:
         return True  # a metric of the user's own
     if metric.endswith(WEAKEN):
-        return candidate.feature_factor in {factor for other, factor in factors.items() if other != name}
-    return candidate.feature_factor == factors[name]
+        return feature_factor in {factor for other, factor in factors.items() if other != name}
+    return feature_factor == factors[name]
+
+
+def require_pushing(feature_factors: Sequence[float], metrics: Sequence[str], factors: Mapping[str, float]) -> None:
+    """Before anything is scored: some factor must push the way that each metric is about."""
+    for metric in metrics:
+        if not any(pushes(factor, metric, factors) for factor in feature_factors):
+            wanted = sorted({f for f in factors.values() if pushes(f, metric, factors)})
+            raise UserError(
+                f"feature_factors={list(feature_factors)} has none that pushes towards {metric!r}: include "
+                f"{' or '.join(f'{factor:g}' for factor in wanted)}, or pass target_class."
+            )

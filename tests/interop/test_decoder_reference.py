@@ -1,5 +1,5 @@
-"""The decoder evaluation of both packages on the same model, where the reference is right: probabilities, language-model
-score, selected points and rewritten weights. `compat.py` lists where it is not."""
+"""The decoder evaluation of both packages on the same model, where the reference is right: probabilities, language
+model score, selected points and rewritten weights. `compat.py` lists where it is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ ARGS: dict[str, Any] = {
 }  # fmt: skip
 RATES = [5.0, 1.0, 0.2, 0.05, 0.01]
 NEUTRAL = pd.DataFrame(
-    {"text": ["the dog ran home and then the old nurse would sing .", "a dog would walk away to town", "run home now ."]}
+    {
+        "text": [
+            "the dog ran home and then the old nurse would sing .",
+            "a dog would walk away to town",
+            "run home now .",
+        ]
+    }
 )
 # Both compute softmax in float32, in batches of other shapes.
 TOLERANCE = 2e-6
@@ -35,7 +41,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     table = rows()
     if request.param == "causal":
         table = table[table["label_class"] != "N"]
-    ours = our_trainer(base, root / "ours", table, {"eval_neutral_data": NEUTRAL}, **ARGS, compat="gradiend-0.2").train()
+    ours = our_trainer(
+        base, root / "ours", table, {"eval_neutral_data": NEUTRAL}, **ARGS, compat="gradiend-0.2"
+    ).train()
     shutil.copytree(root / "ours", root / "theirs")
     theirs = reference_trainer(base, root / "theirs", table, {"eval_neutral_data": NEUTRAL}, **ARGS, use_cache=True)
     theirs.train()  # finds the model

@@ -1,0 +1,358 @@
+"""Class probabilities and language-model scores against plain loops; who is asked for; which point is selected."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import tiny
+import torch
+
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, demo
+from gradiend_dist.evaluation.decoder import (
+    causal_score,
+    causal_text_questions,
+    masked_score,
+    masked_text_questions,
+    spellings,
+)
+from gradiend_dist.evaluation.selection import (
+    BaseContext,
+    Candidate,
+    LMSThresholdPolicy,
+    LMSTimesMetricPolicy,
+    strengthening_factor,
+    summarize,
+)
+from gradiend_dist.objectives import CausalObjective, MaskedObjective
+
+RATES = [0.5, 0.05]
+
+
+def make(model, root, frames=None, *, neutral=True, args=None, **fields):
+    frames = {name: frame for name, frame in (frames or demo.feature_data()).items() if name != "N"}
+    arguments = {"max_steps": 20, "eval_steps": 10, "train_batch_size": 8, "learning_rate": 1e-3, "max_seeds": 1}
+    arguments |= {"pre_prune_config": PrePruneConfig(n_samples=4, topk=0.1, source="diff"), **(args or {})}
+    if neutral:
+        fields["eval_neutral_data"] = demo.neutral_data()[:40]
+    return TextPredictionTrainer(
+        str(model), data=frames, target_classes=["M", "F"], args=TrainingArguments(experiment_dir=str(root), **arguments),
+        **fields,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["masked", "causal"])
+def trained(request, masked_lm, causal_lm, tmp_path_factory):
+    model = masked_lm if request.param == "masked" else causal_lm
+    return make(model, tmp_path_factory.mktemp(request.param)).train()
+
+
+# --- probabilities
+
+
+def naive_probability(model, tokenizer, objective, template: str, word: str) -> float:
+    """The tokens of this spelling, one row, one forward pass; pieces multiplied."""
+    cloze = objective.whole_word(template, word)
+    with torch.no_grad():
+        logs = model(input_ids=torch.tensor([cloze.input_ids])).logits[0].double().log_softmax(-1)
+    return math.exp(sum(logs[p, label].item() for p, label in zip(cloze.positions, cloze.labels, strict=True)))
+
+
+def test_probabilities__equal_a_loop_over_rows_and_spellings(trained):
+    bench, found = trained.workbench, trained.evaluate_decoder(lrs=RATES, use_cache=False)
+    rows = trained.data.rows("test")
+    words = {"M": {"he", "He", "HE"}, "F": {"she", "She", "SHE"}}
+    expected = {name: {"M": [], "F": []} for name in ("M", "F")}
+    for row in rows.itertuples():
+        for name, variants in words.items():
+            seen = {}
+            for word in sorted(variants):
+                cloze = bench.objective.whole_word(row.masked, word)
+                if len(cloze.labels) == 1:
+                    seen[cloze] = naive_probability(bench.base_model, bench.tokenizer, bench.objective, row.masked, word)
+            expected[row.factual_class][name].append(sum(seen.values()))
+    base = found["grid"]["base"]
+    for dataset, by_class in expected.items():
+        for name, values in by_class.items():
+            assert base["probs_by_dataset"][dataset][name] == pytest.approx(np.mean(values), rel=1e-5)
+    assert base["probs"] == {"M": base["probs_by_dataset"]["F"]["M"], "F": base["probs_by_dataset"]["M"]["F"]}
+    assert base["probs_factual"] == {name: base["probs_by_dataset"][name][name] for name in ("M", "F")}
+
+
+def test_points__are_scores_of_the_rewritten_copies(trained):
+    """What is scored in place is the model that rewrite_base_model returns."""
+    found = trained.evaluate_decoder(lrs=RATES, use_cache=False)["grid"]
+    bench = trained.workbench
+    row = trained.data.rows("test").iloc[0]
+    for (factor, rate), entry in ((p, e) for p, e in found.items() if p != "base"):
+        changed = trained.get_model().rewrite_base_model(rate, factor)
+        single = trained.evaluate_decoder(
+            lrs=[rate], feature_factors=[factor], use_cache=False, summary_metrics=["M_factual"],
+            training_like_df=trained.data.rows("test"), neutral_df=trained.data.neutral,
+        )["grid"]  # fmt: skip
+        assert single[factor, rate] == entry, "given frames are those that are taken by default"
+        assert naive_probability(changed, bench.tokenizer, bench.objective, row.masked, "he") != pytest.approx(
+            naive_probability(bench.base_model, bench.tokenizer, bench.objective, row.masked, "he"), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("tokens", ["byte_level", "metaspace"])
+def test_spellings__of_a_word_start_in_causal_models(tokens, side):
+    """After a space the word's token carries the mark; both cases count where both are one token."""
+    tokenizer = (tiny.byte_level_tokenizer if tokens == "byte_level" else tiny.metaspace_tokenizer)(padding_side=side)
+    objective = CausalObjective(tokenizer, 40, "[MASK]", as_reference=False)
+    (cloze,) = spellings(objective, "The man said [MASK] was old", ["he"])
+    assert tokenizer.convert_ids_to_tokens(list(cloze.labels)) in (["Ġhe"], ["▁he"])
+
+
+def test_spellings__of_a_word_start_in_masked_models():
+    tokenizer = tiny.byte_level_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    objective = MaskedObjective(tokenizer, 40, "[MASK]")
+    assert [tokenizer.convert_ids_to_tokens(list(c.labels)) for c in spellings(objective, "said [MASK] was", ["he"])] == [
+        ["Ġhe"]
+    ]
+    assert [tokenizer.convert_ids_to_tokens(list(c.labels)) for c in spellings(objective, "[MASK] was", ["he"])] == [["he"]]
+
+
+def test_spellings__a_word_of_several_tokens_is_taken_as_written():
+    objective = MaskedObjective(tiny.wordpiece_tokenizer(), 40, "[MASK]")
+    (cloze,) = spellings(objective, "the man said [MASK] .", ["Themselves"])
+    assert len(cloze.labels) == len(cloze.positions) == 3
+
+
+def test_row_wise__asks_each_row_for_its_own_words(masked_lm, tmp_path):
+    trainer = make(masked_lm, tmp_path, decoder_eval_targets="label", decoder_eval_export_row_wise_csv=True).train()
+    base = trainer.evaluate_decoder(lrs=RATES)["grid"]["base"]
+    table = pd.read_csv(tmp_path / "decoder_row_wise_scores.csv")
+    for name, other in (("M", "F"), ("F", "M")):
+        mine = table[table["dataset_class"] == name]
+        assert base["probs_by_dataset"][name][name] == pytest.approx(mine["P_factual"].mean(), rel=1e-6)
+        assert base["probs_by_dataset"][name][other] == pytest.approx(mine["P_alternative"].mean(), rel=1e-6)
+        assert base["probs"][other] == base["probs_by_dataset"][name][other], "strengthening counts on the other's rows"
+
+
+def test_shared_words__are_asked_for_row_by_row(masked_lm, tmp_path):
+    frames = demo.feature_data()
+    frames["F"].loc[frames["F"].index[:3], "label"] = "they"
+    frames["M"].loc[frames["M"].index[:3], "label"] = "they"
+    trainer = make(masked_lm, tmp_path, frames)
+    trainer.train()
+    assert trainer.evaluate_decoder(lrs=RATES)["M"]["strengthen"]
+
+
+def test_targets__a_class_without_words_or_unknown_is_refused(masked_lm, tmp_path):
+    for targets, words in (({"M": ["he"]}, "no words for 'F'"), ({"X": ["he"]}, "class 'X', the data has")):
+        trainer = make(masked_lm, tmp_path, decoder_eval_targets=targets)
+        trainer.train(use_cache=True)
+        with pytest.raises(UserError, match=words):
+            trainer.evaluate_decoder()
+
+
+# --- language-model score
+
+
+def test_masked_texts__hide_a_share_of_the_words_and_no_special_token():
+    tokenizer = tiny.wordpiece_tokenizer()
+    texts = [tiny.sentence(n, seed=n) for n in range(1, 30)]
+    clozes = masked_text_questions(tokenizer, texts, 40, set(), hide_special=False)
+    special = set(tokenizer.all_special_ids)
+    assert len(clozes) == len(texts)
+    for text, cloze in zip(texts, clozes, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        assert not special & set(cloze.labels)
+        assert len(cloze.labels) == max(1, int(0.15 * (len(ids) - 2)))
+        hidden = [i for i, (a, b) in enumerate(zip(ids, cloze.input_ids, strict=True)) if a != b]
+        assert sorted(cloze.positions) == hidden and all(ids[p] == w for p, w in zip(cloze.positions, cloze.labels))
+    again = masked_text_questions(tokenizer, texts, 40, set(), hide_special=False)
+    random.seed(99)
+    assert clozes == again, "the same tokens for every model"
+
+
+def test_ignored_words__are_not_counted():
+    tokenizer = tiny.wordpiece_tokenizer()
+    texts = [tiny.sentence(20, seed=n) for n in range(20)]
+    ignored = set(tokenizer("he she they", add_special_tokens=False)["input_ids"])
+    for make_questions in (masked_text_questions, causal_text_questions):
+        clozes = make_questions(tokenizer, texts, 40, ignored, hide_special=False)
+        assert clozes and not ignored & {label for cloze in clozes for label in cloze.labels}
+
+
+def test_masked_score__is_sklearns():
+    """Against the definitions, class by class."""
+    tokenizer = tiny.wordpiece_tokenizer()
+    rng = np.random.default_rng(0)
+    labels, predicted = rng.integers(5, 12, 200), rng.integers(5, 14, 200)
+    found = masked_score(tokenizer, labels, predicted)
+    weighted = {"precision": 0.0, "recall": 0.0, "f1": 0.0}
+    for token in set(labels.tolist()):
+        hit = ((labels == token) & (predicted == token)).sum()
+        support, chosen = (labels == token).sum(), (predicted == token).sum()
+        precision, recall = (hit / chosen if chosen else 0.0), hit / support
+        f1 = 2 * precision * recall / (precision + recall) if hit else 0.0
+        for name, value in (("precision", precision), ("recall", recall), ("f1", f1)):
+            weighted[name] += value * support / len(labels)
+    assert found["accuracy"] == found["lms"] == (labels == predicted).mean()
+    assert {name: found[name] for name in weighted} == pytest.approx(weighted)
+
+
+def test_causal_score__is_the_mean_likelihood_of_a_token(trained):
+    if trained.workbench.objective.name != "clm_next_token":
+        pytest.skip("a masked model")
+    bench = trained.workbench
+    special, total, count = set(bench.tokenizer.all_special_ids), 0.0, 0
+    for text in trained.data.neutral["text"]:
+        ids = torch.tensor([bench.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            logs = bench.base_model(input_ids=ids).logits[0].double().log_softmax(-1)
+        for place, token in enumerate(ids[0, 1:].tolist()):
+            if token not in special:
+                total, count = total + logs[place, token].item(), count + 1
+    found = trained.evaluate_decoder(lrs=RATES, use_cache=False)["grid"]["base"]["lms"]
+    assert found["total_tokens"] == count
+    assert found["lms"] == pytest.approx(1 / (1 - total / count), rel=1e-5)
+
+
+def test_causal_score__of_a_broken_model_is_zero():
+    assert causal_score(np.array([-1e6, -1e6]))["lms"] == 0.0
+    assert causal_score(np.array([float("nan"), -1.0]))["lms"] == 0.0
+
+
+# --- selection
+
+
+def candidate(rate: float, lms: float, gain: float, factor: float = 1.0) -> Candidate:
+    return Candidate({"feature_factor": factor, "learning_rate": rate}, lms, {"M": gain})
+
+
+def test_policies__take_what_they_say():
+    candidates = [candidate(0.1, 0.995, 0.2), candidate(1.0, 0.991, 0.5), candidate(10.0, 0.5, 0.9)]
+    base = BaseContext(1.0)
+    assert LMSThresholdPolicy().select("M", candidates, base) is candidates[1]
+    assert LMSThresholdPolicy(0.4).select("M", candidates, base) is candidates[2]
+    assert LMSThresholdPolicy(1.0).select("M", candidates, base) is candidates[0], "none keeps it: the smallest step"
+    assert LMSTimesMetricPolicy().select("M", candidates, base) is candidates[1]
+    assert LMSThresholdPolicy().select("M", [candidate(0.0, 0.1, 1.0)], base) is None
+
+
+def test_factor__changes_its_sign_with_class_and_source():
+    directions = {"M": 1, "F": -1}
+    assert [strengthening_factor(directions, "alternative", name) for name in "MF"] == [1.0, -1.0]
+    assert [strengthening_factor(directions, "factual", name) for name in "MF"] == [-1.0, 1.0]
+
+
+def entry(factor, rate, m_on_f, f_on_m, lms=1.0):
+    own = {"M": 1 - f_on_m, "F": 1 - m_on_f}
+    point = "base" if factor is None else {"feature_factor": factor, "learning_rate": rate}
+    return {"id": point, "lms": {"lms": lms}, "probs": {"M": m_on_f, "F": f_on_m}, "probs_factual": own}
+
+
+def test_summary__only_points_that_push_the_right_way_compete():
+    """The largest value for M stands at the factor that is there to strengthen F."""
+    grid = {"base": entry(None, None, 0.1, 0.1)}
+    for factor, rate, m_on_f, f_on_m in ((1.0, 1.0, 0.6, 0.1), (1.0, 2.0, 0.7, 0.0), (-1.0, 1.0, 0.9, 0.3)):
+        grid[factor, rate] = entry(factor, rate, m_on_f, f_on_m)
+    factors = {"M": 1.0, "F": -1.0}
+    found = summarize(grid, ["M", "F", "M_weaken", "F_weaken"], LMSThresholdPolicy(), factors)
+    assert found["M"]["id"] == {"feature_factor": 1.0, "learning_rate": 2.0} and found["M"]["value"] == 0.7
+    assert found["F"]["id"] == {"feature_factor": -1.0, "learning_rate": 1.0}
+    assert found["M_weaken"]["feature_factor"] == -1.0 and not found["M_weaken"]["strengthen"]
+    assert found["F_weaken"]["learning_rate"] == 2.0
+    with pytest.raises(UserError, match="summary_metrics has 'X'"):
+        summarize(grid, ["X"], LMSThresholdPolicy(), factors)
+
+
+# --- the call
+
+
+def test_wrong_arguments__are_refused_before_anything_is_scored(trained, monkeypatch):
+    monkeypatch.setattr("gradiend_dist.evaluation.grid.ModelScores", None)
+    for asked, words in (
+        ({"target_class": "X"}, "target_class='X' is not a target class: choose M or F"),
+        ({"feature_factors": [1.0]}, r"feature_factors=\[1.0\] has none that pushes towards 'F': include -1"),
+        ({"feature_factors": []}, "feature_factors"),
+        ({"part": "nothing"}, "part='nothing' is not known"),
+        ({"max_size_neutral": -1}, "max_size_neutral=-1 must be at least 1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            trained.evaluate_decoder(**asked)
+
+
+def test_one_class__needs_one_factor(trained):
+    found = trained.evaluate_decoder(lrs=RATES, target_class="F", use_cache=False)
+    assert "M" not in found and {point[0] for point in found["grid"] if point != "base"} == {-1.0}
+    weakened = trained.evaluate_decoder(lrs=RATES, target_class="F", increase_target_probabilities=False)
+    assert weakened.keys() == {"F_weaken", "grid"} and weakened["F_weaken"]["feature_factor"] == 1.0
+
+
+def test_base_model__is_untouched_by_the_grid(trained):
+    before = {name: p.detach().clone() for name, p in trained.workbench.base_model.named_parameters()}
+    trained.evaluate_decoder(lrs=[100.0, 0.001], use_cache=False)
+    for name, parameter in trained.workbench.base_model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def count_measured(monkeypatch) -> list[None]:
+    from gradiend_dist.evaluation.decoder import ModelScores
+
+    calls: list[None] = []
+    plain = ModelScores.measure
+    monkeypatch.setattr(ModelScores, "measure", lambda self: calls.append(None) or plain(self))
+    return calls
+
+
+def test_kept_points__are_used_while_nothing_has_changed(masked_lm, tmp_path, monkeypatch):
+    trainer = make(masked_lm, tmp_path).train()
+    first = trainer.evaluate_decoder(lrs=RATES)
+    calls = count_measured(monkeypatch)
+    again = make(masked_lm, tmp_path).evaluate_decoder(lrs=RATES, use_cache=True)
+    assert not calls and again == first
+    make(masked_lm, tmp_path).evaluate_decoder(lrs=[*RATES, 0.01], use_cache=True)
+    assert len(calls) == 2, "only the new points"
+    make(masked_lm, tmp_path).evaluate_decoder(lrs=RATES, use_cache=True, increase_target_probabilities=False)
+    assert len(calls) == 2, "weakening is read from the same points"
+    for changed in (
+        {"decoder_eval_targets": {"M": ["he", "him"], "F": ["she"]}},
+        {"decoder_eval_ignore_tokens": ["the"]},
+        {"neutral": False},
+    ):
+        calls.clear()
+        make(masked_lm, tmp_path, **changed).evaluate_decoder(lrs=RATES, use_cache=True)
+        assert len(calls) == 5, changed
+    calls.clear()
+    trainer.evaluate_decoder(lrs=RATES, use_cache=True, part="decoder-weight")
+    assert len(calls) == 5
+    calls.clear()
+    other = make(masked_lm, tmp_path, args={"seed": 7})
+    other.train()
+    other.evaluate_decoder(lrs=RATES, use_cache=True)
+    assert len(calls) == 5, "another model in the same directory"
+
+
+def test_stopped_grid__goes_on_with_the_next_point(masked_lm, tmp_path, monkeypatch):
+    from gradiend_dist.evaluation.decoder import ModelScores
+
+    trainer = make(masked_lm, tmp_path).train()
+    expected = trainer.evaluate_decoder(lrs=RATES, use_cache=False)
+    for file in (tmp_path / "decoder").iterdir():
+        file.unlink()
+    before = {name: p.detach().clone() for name, p in trainer.workbench.base_model.named_parameters()}
+    plain, calls = ModelScores.measure, []
+
+    def stopped(self):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(self)
+
+    monkeypatch.setattr(ModelScores, "measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate_decoder(lrs=RATES, use_cache=True)
+    for name, parameter in trainer.workbench.base_model.named_parameters():
+        assert torch.equal(parameter, before[name]), "the base model is itself again"
+    found = trainer.evaluate_decoder(lrs=RATES, use_cache=True)
+    assert len(calls) == 3 + 3 and found == expected

@@ -1,0 +1,150 @@
+"""In place and back = a changed copy and an untouched original, bit for bit; files = memory; saved = what it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from gradiend_dist import rewriting
+from gradiend_dist.checkpoint import WEIGHTS, save_model
+from gradiend_dist.errors import UserError
+from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel
+from gradiend_dist.rewriting import InPlace, VectorsInFile, VectorsInMemory, direction
+from gradiend_dist.space import ParameterSpace
+
+
+def model_of(family: str = "bert", keep: int | None = None, dtype=torch.float32, **options) -> ModelWithGradiend:
+    tokenizer = tiny.wordpiece_tokenizer() if family == "bert" else tiny.byte_level_tokenizer()
+    base = tiny.base_model(family, len(tokenizer)).to(dtype)
+    space = ParameterSpace.of_model(base)
+    if keep is not None:
+        chosen = torch.randperm(space.size, generator=torch.Generator().manual_seed(3))[:keep].sort().values
+        space = space.select(chosen)
+    gradiend = ParamMappedGradiendModel(space, generator=torch.Generator().manual_seed(1), **options)
+    return ModelWithGradiend(base, gradiend, tokenizer)
+
+
+def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keep", [None, 1, 501])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_in_place__is_the_changed_copy_and_then_the_original(family, keep, dtype, monkeypatch):
+    """In bfloat16 and at large steps, taking the step back by subtraction would not give the original."""
+    monkeypatch.setattr(rewriting, "CHUNK", 77)  # pieces that end within weights
+    model = model_of(family, keep, dtype)
+    before = bits(model.base_model)
+    with InPlace(model.base_model, model.gradiend.space.active(), VectorsInMemory(model.gradiend)) as moved:
+        for rate, factor in ((50.0, 1.0), (0.003, -1.0), (7.0, 0.4)):
+            moved.move(rate, factor)
+            now = bits(model.base_model)
+            moved.restore()
+            assert_same(now, bits(model.rewrite_base_model(rate, factor)))
+            assert any(not torch.equal(now[name], tensor) for name, tensor in before.items())
+        moved.move(3.0, 1.0)
+    assert_same(before, bits(model.base_model))
+
+
+def test_in_place__is_itself_again_after_an_exception():
+    model = model_of(keep=40)
+    before = bits(model.base_model)
+    with (
+        pytest.raises(ZeroDivisionError),
+        InPlace(model.base_model, model.gradiend.space.active(), VectorsInMemory(model.gradiend)) as moved,
+    ):
+        moved.move(3.0, 1.0)
+        _ = 1 / 0
+    assert_same(before, bits(model.base_model))
+
+
+def test_in_place__holds_one_copy_of_what_it_touches():
+    """Fails for a copy of the model, or of a weight of which one entry is touched."""
+    model = model_of(keep=501)
+    moved = InPlace(model.base_model, model.gradiend.space.active(), VectorsInMemory(model.gradiend))
+    assert sum(original.numel() for original in moved._originals) == 501
+
+
+@pytest.mark.parametrize("part", ["decoder", "encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum"])
+@pytest.mark.parametrize("latent_dim", [1, 3])
+def test_vectors_in_file__are_those_in_memory(part, latent_dim, tmp_path):
+    model = model_of(keep=333, latent_dim=latent_dim, activation_decoder="tanh")
+    save_model(model, tmp_path / "model")
+    in_file = VectorsInFile(tmp_path / "model" / WEIGHTS, model.gradiend)
+    for where in (slice(0, 333), slice(5, 6), slice(100, 297)):
+        expected = direction(VectorsInMemory(model.gradiend), slice(0, 333), 0.7, part)[where]
+        torch.testing.assert_close(direction(in_file, where, 0.7, part), expected)
+
+
+def test_directions__do_not_change_the_model():
+    """A vector that is scaled where it lies would be another one at the next point."""
+    model = model_of(keep=50)
+    before = {name: tensor.clone() for name, tensor in model.gradiend.state_dict().items()}
+    for part in ("decoder", "encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum"):
+        model.rewrite_base_model(0.3, 1.0, part)
+    assert_same(before, dict(model.gradiend.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_saved__is_a_complete_model_and_what_was_not_moved_is_the_same_to_the_byte(dtype, tmp_path):
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    model = model_of(keep=300)
+    model.base_model.save_pretrained(tmp_path / "base")
+    changed = model.rewrite_base_model(0.5, 1.0, output_dir=tmp_path / "new", dtype=dtype, max_shard_size="4KB")
+    shards = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(shards.values())) > 1
+    found = {name: load_file(tmp_path / "new" / file)[name] for name, file in shards.items()}
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    assert found.keys() == base.keys()
+    touched = {weight.name: weight.flat_indices() for weight in model.gradiend.space.active()}
+    for name, tensor in base.items():
+        same = torch.ones(tensor.numel(), dtype=torch.bool)
+        same[touched.get(name, torch.tensor([], dtype=torch.int64))] = False
+        expected = tensor if dtype is None else tensor.bfloat16()
+        assert torch.equal(found[name].view(-1)[same], expected.reshape(-1)[same]), name
+        if name in touched:
+            assert not torch.equal(found[name].view(-1)[~same], expected.reshape(-1)[~same]), name
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "new", dtype="auto")
+    assert_same(bits(loaded), bits(changed))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "new")) == len(model.tokenizer)
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "300 of the" in card and "learning rate 0.5" in card and card.startswith("---\n")
+
+
+def test_saved__nothing_else_is_replaced_and_nothing_is_left_half(tmp_path, monkeypatch):
+    model = model_of(keep=30)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    with pytest.raises(UserError, match="holds files that are no model"):
+        model.rewrite_base_model(0.5, output_dir=tmp_path / "mine")
+    model.rewrite_base_model(0.5, output_dir=tmp_path / "new")
+    before = (tmp_path / "new" / "README.md").read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(model.base_model), "save_pretrained", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        model.rewrite_base_model(0.7, output_dir=tmp_path / "new")
+    assert (tmp_path / "new" / "README.md").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "new"]
+
+
+def test_dtype__that_is_none_is_told_before_any_work(monkeypatch):
+    model = model_of(keep=5)
+    monkeypatch.setattr(copy, "deepcopy", None)
+    with pytest.raises(UserError, match="dtype='int8' is not known: choose one of float32"):
+        model.rewrite_base_model(0.5, dtype="int8")
