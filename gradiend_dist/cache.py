@@ -47,6 +47,8 @@ PRUNING_IN_REFERENCE: dict[str, dict[str, Any]] = {
 }
 
 _SAMPLE = 2**20
+# Entries that are hashed together: their places and products are 64-bit.
+_HASHED = 2**17
 
 
 def fingerprint(args: TrainingArguments, data_hash: str, model: str) -> dict[str, Any]:
@@ -105,8 +107,8 @@ def content_hash(model: GradiendModel, comm: Comm) -> str:
     for tensor, width in tensors:
         total = torch.zeros((), dtype=torch.int64)
         for own, there in part.pieces():
-            for start in range(own.start * width, own.stop * width, _SAMPLE):
-                stop = min(start + _SAMPLE, own.stop * width)
+            for start in range(own.start * width, own.stop * width, _HASHED):
+                stop = min(start + _HASHED, own.stop * width)
                 place = torch.arange(start, stop) + (there.start - own.start) * width
                 total += _mixed(tensor[start:stop].float().cpu().view(torch.int32).long(), place).sum()
         sums.append(total)

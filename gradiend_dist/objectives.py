@@ -271,11 +271,15 @@ class LogitsAt:
 
     def __call__(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
         """Logits [places, vocabulary] of the wanted places; `parameters` stand in for the model's own of that name."""
-        if self._narrow is None:
-            self._narrow = self.check(batch)
+        self.prepare(batch)
         if self._narrow:
             return self._forward_narrow(batch, parameters)
         return self._forward(batch, parameters)[batch.rows, batch.positions]
+
+    def prepare(self, batch: ClozeBatch) -> None:
+        """Find out, once, whether the head may read the wanted places alone."""
+        if self._narrow is None:
+            self._narrow = self.check(batch)
 
     def _forward(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -115,6 +116,7 @@ class ModelScores:
                 "ones as eval_neutral_data, or fewer decoder_eval_ignore_tokens."
             )
         self._in_texts = Questions(clozes, **self._asking)
+        self._at_blanks.prepare(self._logits_at, self._precision())
 
     @staticmethod
     def prepare(
@@ -226,9 +228,12 @@ class Blanks:
         self._num_columns = 2 if words.row_wise else len(words.by_class)
 
     def probabilities(self, log_probability: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """[rows, classes]: what the words of each class get together; [rows, 2] of each row's own words."""
+        """[rows, classes]: what the words of each class get together; [rows, 2] of each row's own words.
+
+        A model that a large step has broken may answer with NaN, which is no probability of any word.
+        """
         table = np.zeros((len(self.dataset), self._num_columns))
-        np.add.at(table, (self._row, self._column), np.exp(log_probability))
+        np.add.at(table, (self._row, self._column), np.nan_to_num(np.exp(log_probability)))
         return table
 
     def means(self, table: npt.NDArray[np.float64]) -> dict[str, dict[str, float]]:
@@ -250,13 +255,12 @@ def spellings(objective: Objective, template: str, words: Sequence[str]) -> list
     for word in words:
         written = word.strip()
         cases = dict.fromkeys((written, written.lower(), written.capitalize(), written.upper()))
-        clozes = []
-        for case in cases:
-            try:
-                clozes.append(objective.whole_word(template, case))
-            except UserError:
-                if case == written:  # another case may be unknown to the tokenizer, the word may not
-                    raise
+        clozes = [objective.whole_word(template, written)]
+        for case in list(cases)[1:]:  # another case may be unknown to the tokenizer; the word may not
+            with contextlib.suppress(UserError):
+                cloze = objective.whole_word(template, case)
+                if objective.tokenizer.unk_token_id not in cloze.labels:
+                    clozes.append(cloze)
         single = [cloze for cloze in clozes if len(cloze.labels) == 1]
         found.update(dict.fromkeys(single or clozes[:1]))
     return list(found)
@@ -339,6 +343,6 @@ def causal_score(log_probability: npt.NDArray[np.float64]) -> dict[str, float]:
     return {
         "lms": 0.0 if broken else 1.0 / (1.0 + mean),
         "perplexity": math.inf if broken else math.exp(mean),
-        "total_log_likelihood": total,
+        "total_log_likelihood": math.inf if broken else total,
         "total_tokens": len(log_probability),
     }

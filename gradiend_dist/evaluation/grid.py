@@ -15,6 +15,7 @@ The names are the reference's. Each file also says what it depends on, and is no
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +214,9 @@ class DecoderGrid:
             before = entry.pop("depends_on", {})
             changed = [name for name, value in jsonable(depends_on).items() if before.get(name) != value]
             if not changed:
-                found[point] = {**entry, "id": _id(point)}
+                # JSON has no infinity: the perplexity of a broken model is null there.
+                lms = {name: math.inf if value is None else value for name, value in entry["lms"].items()}
+                found[point] = {**entry, "lms": lms, "id": _id(point)}
             elif changed[0] not in told:
                 told.add(changed[0])
                 logger.info("%s is not reused: %s changed", path, changed[0])

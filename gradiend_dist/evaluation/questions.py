@@ -110,6 +110,11 @@ class Questions:
             comm.total(predicted)
         return Answers(log_probability.cpu().numpy(), predicted.cpu().numpy())
 
+    def prepare(self, logits_at: LogitsAt, precision: contextlib.AbstractContextManager[None]) -> None:
+        """Let `logits_at` look at the model while it is sound: a broken one may tell nothing about its head."""
+        with torch.no_grad(), precision:
+            logits_at.prepare(self._batches[0].inputs)
+
     def _share(self, comm: Comm) -> Iterator[tuple[_Batch, bool]]:
         """This rank's batches, as many as every other's: the last may only keep the others company."""
         for start in range(0, len(self._batches), comm.world_size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -101,18 +100,14 @@ class EncoderReport:
 
     def _fingerprint(self) -> dict[str, Any]:
         """All that the result depends on, by name."""
-        digest = hashlib.sha256()
-        for tensor in self.model.gradiend.state_dict().values():
-            digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         texts = self.data.neutral["text"].tolist() if self.data.neutral is not None else None
         return {
-            # Every rank has its part of the weights, and all must find the same.
-            "model": "".join(self.bench.comm.gather(digest.hexdigest()[:32])),
+            "model": cache.content_hash(self.model.gradiend, self.bench.comm),
             "space": self.model.gradiend.space.fingerprint(),
             "base_model": self.model.name_or_path,
             "base_model_files": cache.model_files_hash(self.model.name_or_path),
             "data": self.data.fingerprint(),
-            "neutral": hashlib.sha256(repr(texts).encode()).hexdigest()[:32] if self.neutral else None,
+            "neutral": cache.text_hash(texts) if self.neutral else None,
             "split": self.split,
             "max_size": self.max_size,
             "compat": self.args.compat,

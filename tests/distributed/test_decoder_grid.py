@@ -1,0 +1,86 @@
+"""The decoder grid on several ranks is the one of a single process: replicated bases to the bit, a sharded one too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+import yaml
+
+from gradiend_dist import demo
+
+CONFIGS = launching.ROOT / "accelerate_configs"
+RATES = ["5", "0.5", "0.1", "0.02", "0.001"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("grid")
+    demo.build_masked_lm(root / "model", steps=60)
+    (root / "data").mkdir()
+    for name, frame in demo.feature_data().items():
+        if name != "N":
+            frame.to_csv(root / "data" / f"{name}.csv", index=False)
+    values = {
+        "model": str(root / "model"), "data": str(root / "data"), "target_classes": ["M", "F"], "max_steps": 20,
+        "experiment_dir": str(root / "run"), "train_batch_size": 8, "eval_steps": 10, "max_seeds": 1,
+        "learning_rate": 1e-3, "pre_prune_config": {"n_samples": 4, "topk": 0.31, "source": "diff"},
+    }  # fmt: skip
+    (root / "run.yaml").write_text(yaml.safe_dump(values))
+    launching.run([sys.executable, "-m", "gradiend_dist.train", "--config", str(root / "run.yaml")]).require_success()
+    return root / "run"
+
+
+def evaluated(run_dir: Path, place: Path, launcher: list[str], environment: dict[str, str]) -> tuple[Any, str]:
+    shutil.copytree(run_dir, place, ignore=shutil.ignore_patterns("decoder*"))
+    flags = [str(place), "--parts", "decoder", "--max_size", "25", "--plot", "false", "--lrs", *RATES]
+    ended = launching.run([*launcher, "-m", "gradiend_dist.evaluate", *flags], environment=environment)
+    ended.require_success()
+    return json.loads((place / "decoder_grid_cache.json").read_text())["results"], ended.output
+
+
+@pytest.fixture(scope="module")
+def expected(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return evaluated(run_dir, tmp_path_factory.mktemp("one") / "run", [sys.executable], {})
+
+
+def launch(config: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file"]
+    command += [str(CONFIGS / f"{config}.yaml"), "--num_processes", str(ranks)]
+    command += ["--main_process_port", str(launching.free_port())]
+    zero = config.startswith("zero")
+    return command, {"ACCELERATE_TORCH_DEVICE": "cpu"} if zero else {"ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        ("cpu_2", 2),
+        pytest.param("cpu_2", 3, marks=pytest.mark.slow),
+        ("fsdp2", 2),
+        pytest.param("fsdp2", 3, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_grid__does_not_depend_on_the_ranks(config, ranks, run_dir, expected, tmp_path):
+    """A rank that scores another point, moves a part of the weights, or reads gathered ones fails."""
+    found, text = evaluated(run_dir, tmp_path / "run", *launch(config, ranks))
+    results, table = expected
+    assert [entry["id"] for entry in found] == [entry["id"] for entry in results]
+    assert len({json.dumps(entry["probs_by_dataset"]) for entry in results}) == len(results), "points differ"
+    largest = max(
+        abs(one["probs_by_dataset"][d][c] - two["probs_by_dataset"][d][c])
+        for one, two in zip(found, results, strict=True)
+        for d in "MF"
+        for c in "MF"
+    )
+    print(f"{config} on {ranks} ranks: largest difference {largest:.1e}")
+    # Every point is computed by one rank as one process does; over FSDP in batches of the same rows.
+    assert largest <= (1e-6 if config == "fsdp2" else 0.0)
+    assert [entry["lms"] for entry in found] == [entry["lms"] for entry in results]
+    assert text.splitlines()[-3:] == table.splitlines()[-3:]
