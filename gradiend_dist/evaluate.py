@@ -10,10 +10,10 @@ import dataclasses
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradiend_dist import train
 from gradiend_dist.arguments import help_field, require, require_choice
@@ -25,8 +25,12 @@ from gradiend_dist.process import Process
 from gradiend_dist.report import table
 from gradiend_dist.trainer import TextPredictionTrainer
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 logger = logging.getLogger(__name__)
 
+Options = TypeVar("Options", bound="DataclassInstance")
 SELECTORS = ("lms_threshold", "lms_times_metric")
 
 
@@ -54,9 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         memory_remedy="lower eval_batch_size, or launch on more GPUs.",
         kept="stopped; finished points of the grid are kept, and the same command goes on with the others",
     )
+    return run_on_finished(process, parse, run, sys.argv[1:] if argv is None else argv)
+
+
+def run_on_finished(
+    process: Process,
+    parse: Callable[[Sequence[str]], tuple[Path, Options]],
+    run: Callable[[TextPredictionTrainer, Options], int],
+    argv: Sequence[str],
+) -> int:
+    """A command on the directory of a finished run."""
     process.set_up_logging()
     try:
-        run_dir, options = parse(sys.argv[1:] if argv is None else argv)
+        run_dir, options = parse(argv)
         trainer = trainer_of(run_dir)
     except UserError as error:
         return process.refuse(error)
@@ -64,14 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Path, EvaluateOptions]:
-    parser = CommandParser(
-        {"evaluation": EvaluateOptions},
+    run_dir, options = read_flags(
+        argv,
+        EvaluateOptions,
         prog="gradiend-dist evaluate RUN_DIR",
         description="Describe the encodings of a finished run, and rewrite its base model at every point of a grid.",
     )
-    run_dir, flags = first_word(argv, parser)
-    values = vars(parser.parse(flags))
-    options = EvaluateOptions(**{item.name: values[item.name] for item in dataclasses.fields(EvaluateOptions)})
     require_choice("selector", options.selector, SELECTORS)
     require(0.0 <= options.lms_ratio <= 1.0, f"lms_ratio={options.lms_ratio} is not in [0, 1]: pass e.g. 0.99.")
     for name in options.parts:
@@ -79,14 +91,16 @@ def parse(argv: Sequence[str]) -> tuple[Path, EvaluateOptions]:
     return run_dir, options
 
 
-def first_word(argv: Sequence[str], parser: CommandParser) -> tuple[Path, list[str]]:
-    """The run's directory, and the flags."""
+def read_flags(argv: Sequence[str], kind: type[Options], **about: str) -> tuple[Path, Options]:
+    """The run's directory, which comes first, and the flags."""
+    parser = CommandParser({"what to do": kind}, **about)
     parser.print_help_if_asked(argv)
     require(
         len(argv) > 0 and not argv[0].startswith("-"),
         "RUN_DIR is missing: pass the experiment_dir of a finished run first.",
     )
-    return Path(argv[0]), list(argv[1:])
+    values = vars(parser.parse(argv[1:]))
+    return Path(argv[0]), kind(**{item.name: values[item.name] for item in dataclasses.fields(kind)})
 
 
 def trainer_of(run_dir: Path) -> TextPredictionTrainer:

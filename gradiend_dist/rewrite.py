@@ -5,16 +5,13 @@ gradiend-dist rewrite RUN_DIR --target_class F --output_dir rewritten
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gradiend_dist.arguments import help_field, require
-from gradiend_dist.command_line import CommandParser
-from gradiend_dist.errors import UserError
-from gradiend_dist.evaluate import first_word, trainer_of
+from gradiend_dist.evaluate import read_flags, run_on_finished
 from gradiend_dist.process import Process
 from gradiend_dist.rewriting import check_output
 from gradiend_dist.trainer import TextPredictionTrainer
@@ -42,24 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         memory_remedy="run it where the base model and its GRADIEND model fit in memory.",
         kept="stopped; nothing was written, but finished points of the grid are kept",
     )
-    process.set_up_logging()
-    try:
-        run_dir, options = parse(sys.argv[1:] if argv is None else argv)
-        trainer = trainer_of(run_dir)
-    except UserError as error:
-        return process.refuse(error)
-    return process.run(lambda _: run(trainer, options), float(trainer.args.ddp_timeout))
+    return run_on_finished(process, parse, run, sys.argv[1:] if argv is None else argv)
 
 
 def parse(argv: Sequence[str]) -> tuple[Path, RewriteOptions]:
-    parser = CommandParser(
-        {"rewriting": RewriteOptions},
+    run_dir, options = read_flags(
+        argv,
+        RewriteOptions,
         prog="gradiend-dist rewrite RUN_DIR",
         description="Save a changed copy of the base model of a finished run.",
     )
-    run_dir, flags = first_word(argv, parser)
-    values = vars(parser.parse(flags))
-    options = RewriteOptions(**{item.name: values[item.name] for item in dataclasses.fields(RewriteOptions)})
     require(options.output_dir is not None, "output_dir is missing: pass --output_dir DIRECTORY.")
     require(
         options.target_class is not None or options.feature_factor is not None,
