@@ -236,25 +236,13 @@ def load_gradiend(
 
     With `comm`, all ranks call this together; with `part`, each reads only what that gives of the space.
     """
-    from gradiend_dist.model import ParamMappedGradiendModel
-
     comm, path = comm or Comm(), Path(path)
     everyone_sees = comm.everyone_sees(path / CONFIG)
     read_here = everyone_sees or comm.is_first
     architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
     if not everyone_sees:
         architecture, space = comm.decide((architecture, space))
-    model = ParamMappedGradiendModel(
-        space,
-        architecture.get("latent_dim", 1),
-        part=None if part is None else part(space),
-        activation_encoder=architecture.get("activation_encoder", "tanh"),
-        activation_decoder=architecture.get("activation_decoder", "id"),
-        bias_decoder=architecture.get("bias_decoder", True),
-        torch_dtype=getattr(torch, architecture.get("torch_dtype", "float32").removeprefix("torch.")),
-        initialize=False,
-        **devices,
-    )
+    model = _empty_gradiend(architecture, space, part=None if part is None else part(space), **devices)
     if not model.part.is_whole:
         restore_weights(model, path, comm)
         return model
@@ -268,6 +256,26 @@ def load_gradiend(
     except RuntimeError as error:
         raise UserError(f"{path / WEIGHTS} does not fit {CONFIG}: {' '.join(str(error).split())[:200]}.") from error
     return model
+
+
+def open_gradiend(path: Path) -> ParamMappedGradiendModel:
+    """A model directory without its weights, for who reads these from the file as they are wanted."""
+    return _empty_gradiend(*_read_architecture(path), device="meta")
+
+
+def _empty_gradiend(architecture: dict[str, Any], space: ParameterSpace, **options: Any) -> ParamMappedGradiendModel:
+    from gradiend_dist.model import ParamMappedGradiendModel
+
+    return ParamMappedGradiendModel(
+        space,
+        architecture.get("latent_dim", 1),
+        activation_encoder=architecture.get("activation_encoder", "tanh"),
+        activation_decoder=architecture.get("activation_decoder", "id"),
+        bias_decoder=architecture.get("bias_decoder", True),
+        torch_dtype=getattr(torch, architecture.get("torch_dtype", "float32").removeprefix("torch.")),
+        initialize=False,
+        **options,
+    )
 
 
 def _read_architecture(path: Path) -> tuple[dict[str, Any], ParameterSpace]:

@@ -77,6 +77,7 @@ class Comm:
     meetings: Any = None
     """Rank 0's: who is where."""
     _count: int = field(default=0, repr=False)
+    _left: bool = field(default=False, repr=False)
     _unshared: set[Path] = field(default_factory=set, repr=False)
 
     @property
@@ -279,8 +280,9 @@ class Comm:
 
     def farewell(self) -> None:
         """The run ends well on every rank. Rank 0 keeps its store until the others need it no more, or are gone."""
-        if self.is_alone:
+        if self.is_alone or self._left:
             return
+        self._left = True  # said once: who says it twice would count for two
         with contextlib.suppress(RuntimeError):
             if self.is_first:
                 self.meetings.wait(["farewell/all"], timedelta(seconds=FAREWELL_SECONDS))

@@ -10,7 +10,8 @@ causal models are read at the last place of a batch padded on the right, which i
 tokenizers that mark word starts only the spellings without the mark count; a word of several tokens counts by its first
 one in causal models; the placeholder is [MASK] whatever `mask_placeholder` says, and stands in the texts that a causal
 model is scored on; where classes share words, and without `decoder_eval_prob_on_other_class`, strengthening is judged
-by the rows of the class that comes first, whichever is strengthened; kept points are read whatever has changed.
+by the rows of the class that comes first, whichever is strengthened; where rows stand in for neutral texts and are
+capped, they are the first ones, all of one class; kept points are read whatever has changed.
 """
 
 from __future__ import annotations

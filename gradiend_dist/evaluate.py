@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradiend_dist import train
-from gradiend_dist.arguments import help_field, require, require_choice
+from gradiend_dist.arguments import TrainingArguments, help_field, require, require_choice
 from gradiend_dist.checkpoint import is_model_directory
 from gradiend_dist.command_line import CommandParser
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.selection import WEAKEN, LMSThresholdPolicy, LMSTimesMetricPolicy, SelectionPolicy
+from gradiend_dist.evaluation.selection import WEAKEN, LMSThresholdPolicy, LMSTimesMetricPolicy
+from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.process import Process
 from gradiend_dist.report import table
+from gradiend_dist.spread import launched
 from gradiend_dist.trainer import TextPredictionTrainer
 
 if TYPE_CHECKING:
@@ -35,19 +37,41 @@ SELECTORS = ("lms_threshold", "lms_times_metric")
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions:
-    """What is evaluated, on how much."""
+class SelectionOptions:
+    """Which points of the decoder grid are scored, on how much, and how one is selected."""
 
-    parts: list[str] = help_field(lambda: ["encoder", "decoder"], "encoder, decoder, or both.")
     split: str = help_field("test", "Split of the rows.")
     max_size: int | None = help_field(None, "Rows per direction, and neutral texts, at most.")
-    target_class: list[str] | None = help_field(None, "Classes to select a point for. None: both.")
     lrs: list[float] | None = help_field(None, "Learning rates of the grid. None: 100 to 0.001, 16 of them.")
-    feature_factors: list[float] | None = help_field(None, "Feature factors of the grid. None: +1 and -1 as needed.")
     part: str = help_field("decoder", "The rewriting vector: decoder, or decoder-weight, decoder-bias, ...")
     selector: str = help_field("lms_threshold", f"How a point is selected: {' or '.join(SELECTORS)}.")
     lms_ratio: float = help_field(0.99, "Of the base model's language-model score, lms_threshold keeps this share.")
     eval_batch_size: int | None = help_field(None, "Rows read together. None: as in training.")
+
+    def check(self) -> None:
+        require_choice("selector", self.selector, SELECTORS)
+        require(0.0 <= self.lms_ratio <= 1.0, f"lms_ratio={self.lms_ratio} is not in [0, 1]: pass e.g. 0.99.")
+
+    def asked(self) -> dict[str, Any]:
+        """The arguments of `evaluate_decoder`."""
+        times = self.selector == "lms_times_metric"
+        return {
+            "lrs": self.lrs,
+            "split": self.split,
+            "max_size": self.max_size,
+            "eval_batch_size": self.eval_batch_size,
+            "part": self.part,
+            "selector": LMSTimesMetricPolicy() if times else LMSThresholdPolicy(self.lms_ratio),
+        }
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions(SelectionOptions):
+    """What is evaluated."""
+
+    parts: list[str] = help_field(lambda: ["encoder", "decoder"], "encoder, decoder, or both.")
+    target_class: list[str] | None = help_field(None, "Classes to select a point for. None: both.")
+    feature_factors: list[float] | None = help_field(None, "Feature factors of the grid. None: +1 and -1 as needed.")
     use_cache: bool = help_field(True, "Use what an earlier evaluation has left, where it is still right.")
     plot: bool = help_field(True, "Draw the encodings and the grid.")
 
@@ -71,10 +95,15 @@ def run_on_finished(
     process.set_up_logging()
     try:
         run_dir, options = parse(argv)
-        trainer = trainer_of(run_dir)
     except UserError as error:
         return process.refuse(error)
-    return process.run(lambda _: run(trainer, options), float(trainer.args.ddp_timeout))
+    timeout = TrainingArguments().ddp_timeout
+
+    def work(_: Interrupt) -> int:
+        trainer = launched(timeout).comm.together(lambda: trainer_of(run_dir))
+        return run(trainer, options)
+
+    return process.run(work, timeout)
 
 
 def parse(argv: Sequence[str]) -> tuple[Path, EvaluateOptions]:
@@ -84,8 +113,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, EvaluateOptions]:
         prog="gradiend-dist evaluate RUN_DIR",
         description="Describe the encodings of a finished run, and rewrite its base model at every point of a grid.",
     )
-    require_choice("selector", options.selector, SELECTORS)
-    require(0.0 <= options.lms_ratio <= 1.0, f"lms_ratio={options.lms_ratio} is not in [0, 1]: pass e.g. 0.99.")
+    options.check()
     for name in options.parts:
         require_choice("parts", name, ("encoder", "decoder"))
     return run_dir, options
@@ -109,7 +137,9 @@ def trainer_of(run_dir: Path) -> TextPredictionTrainer:
     require(run_dir.is_dir(), f"RUN_DIR={run_dir} is no directory: pass the experiment_dir of a finished run.")
     require(config.is_file(), f"{run_dir} has no {train.CONFIG_FILE}: pass the experiment_dir of a finished run.")
     command = train.parse(["--config", str(config)])
-    args = dataclasses.replace(command.args, experiment_dir=str(run_dir), use_cache=False, output_dir=None)
+    elsewhere = command.args.output_dir
+    output_dir = elsewhere if elsewhere is not None and is_model_directory(elsewhere) else None
+    args = dataclasses.replace(command.args, experiment_dir=str(run_dir), use_cache=False, output_dir=output_dir)
     feature = dataclasses.replace(command.config, run_id=None)
     trainer = TextPredictionTrainer(command.model, config=feature, args=args)
     require(is_model_directory(trainer.model_path), f"{trainer.model_path} holds no model: the run is not finished.")
@@ -128,24 +158,15 @@ def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
         lines += [f"  encodings     {found['plot_path']}", ""] if draws else []
     if "decoder" in options.parts:
         found = trainer.evaluate_decoder(
-            options.lrs,
-            options.feature_factors,
-            max_size=options.max_size,
-            eval_batch_size=options.eval_batch_size,
+            feature_factors=options.feature_factors,
             target_class=options.target_class,
-            part=options.part,
-            selector=selector_of(options),
-            **shared,
+            **{**options.asked(), **shared},
         )
         lines += [decoder_table(found, trainer.target_classes), ""]
         lines += [f"  grid          {found['plot_path']}"] if draws else []
     if trainer.comm.is_first:
         print("\n".join(lines).rstrip())
     return 0
-
-
-def selector_of(options: EvaluateOptions) -> SelectionPolicy:
-    return LMSThresholdPolicy(options.lms_ratio) if options.selector == "lms_threshold" else LMSTimesMetricPolicy()
 
 
 def encoder_table(found: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # torchrun kills a worker 30 seconds after it has told it to end.
 GRACE_SECONDS = 25
 PR_SET_PDEATHSIG = 1
@@ -42,7 +42,9 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._take) for number in (*SIGNALS, signal.SIGALRM)}
+        # A terminal that is closed is no request to stop where nohup says so.
+        wanted = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._take) for number in (*wanted, signal.SIGALRM)}
         _follow_the_launcher()
         try:
             yield self

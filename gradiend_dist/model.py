@@ -532,6 +532,7 @@ class ModelWithGradiend:
 
     def rewrite_vector(self, feature_factor: float | Sequence[float], part: str = "decoder") -> Tensor:
         """The direction of a rewrite, one number per entry of the space."""
+        check_direction(feature_factor, part, latent_dim=self.gradiend.latent_dim, bias=self.gradiend.bias_decoder)
         return direction(VectorsInMemory(self.gradiend), slice(0, len(self)), feature_factor, part)
 
     def prune_gradiend(self, *, inplace: bool = True, return_mask: bool = False, **selection: Any) -> Any:

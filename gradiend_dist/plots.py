@@ -165,7 +165,7 @@ def _draw_loss(axes: Axes, stats: Mapping[str, Any]) -> None:
     axes.set_ylabel("loss")
     losses = _losses(stats)
     if losses.empty:
-        say_empty(axes, "no loss recorded")
+        _say_empty(axes, "no loss recorded")
         return
     axes.plot(losses.index, losses, color=SKY, linewidth=0.7, alpha=0.55, label="each step")
     axes.plot(losses.index, _smooth(losses), color=BLUE, linewidth=1.8, label="smoothed")
@@ -192,7 +192,7 @@ def _draw_scores(axes: Axes, stats: Mapping[str, Any]) -> None:
     axes.set_ylabel("correlation")
     steps, scores = _scores(stats)
     if not steps:
-        say_empty(axes, "no evaluation recorded")
+        _say_empty(axes, "no evaluation recorded")
         return
     axes.axhline(0.0, color=GREY, linewidth=0.8)
     axes.plot(steps, scores, color=BLUE, linewidth=1.8, marker="o", markersize=_marker_size(steps), label="correlation")
@@ -218,11 +218,11 @@ def _draw_class_means(
     axes.set_ylabel("mean encoding")
     steps, means = _class_means(training_stats)
     if not steps:
-        say_empty(axes, "no evaluation recorded")
+        _say_empty(axes, "no evaluation recorded")
         return
     axes.axhline(0.0, color=GREY, linewidth=0.8)
     for label, values in means.items():
-        color, line, marker = class_style(label)
+        color, line, marker = _class_style(label)
         name = _class_name(label, training_stats, names)
         size = _marker_size(steps)
         axes.plot(steps, values, line, color=color, linewidth=1.8, marker=marker, markersize=size, label=name)
@@ -232,7 +232,7 @@ def _draw_class_means(
     _scale_unit(axes)
 
 
-def class_style(label: float) -> tuple[str, str, str]:
+def _class_style(label: float) -> tuple[str, str, str]:
     if label > 0:
         return BLUE, "-", "o"
     return (VERMILION, "-", "s") if label < 0 else (DARK, "--", "D")
@@ -273,7 +273,7 @@ def _marker_size(steps: Sequence[int]) -> float:
     return float(np.clip(250 / max(len(steps), 1), 0.0, 5.0))
 
 
-def say_empty(axes: Axes, text: str) -> None:
+def _say_empty(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=11)
 
 

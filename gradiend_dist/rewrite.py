@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradiend_dist.arguments import help_field, require
-from gradiend_dist.evaluate import read_flags, run_on_finished
+from gradiend_dist.evaluate import SelectionOptions, read_flags, run_on_finished
 from gradiend_dist.process import Process
 from gradiend_dist.rewriting import check_output
 from gradiend_dist.trainer import TextPredictionTrainer
 
 
 @dataclass(kw_only=True)
-class RewriteOptions:
-    """Which change, and where to."""
+class RewriteOptions(SelectionOptions):
+    """Which change, and where to; without a learning_rate, selected as `gradiend-dist evaluate` does it."""
 
     target_class: str | None = help_field(None, "The class to make more probable (required, but for a given factor).")
     output_dir: str | None = help_field(None, "Directory of the changed model (required).")
@@ -28,7 +28,6 @@ class RewriteOptions:
         None, "Strength. None: as the decoder grid selects, which is run if needed."
     )
     feature_factor: float | None = help_field(None, "With learning_rate. None: the one that pushes the right way.")
-    part: str = help_field("decoder", "The rewriting vector: decoder, or decoder-weight, decoder-bias, ...")
     dtype: str | None = help_field(None, "float32, bfloat16, float16 or float64. None: that of the base model's files.")
     max_shard_size: str = help_field("5GB", "Weights are saved in files of at most this size.")
 
@@ -54,12 +53,26 @@ def parse(argv: Sequence[str]) -> tuple[Path, RewriteOptions]:
         options.target_class is not None or options.feature_factor is not None,
         "target_class is missing: pass --target_class NAME, or --feature_factor and --learning_rate.",
     )
+    require(
+        options.learning_rate is not None or options.feature_factor is None,
+        f"feature_factor={options.feature_factor} needs a learning_rate: pass both, or neither.",
+    )
+    options.check()
     check_output(str(options.output_dir), options.dtype, options.max_shard_size)
     return run_dir, options
 
 
 def run(trainer: TextPredictionTrainer, options: RewriteOptions) -> int:
+    results = None
+    if options.learning_rate is None and options.target_class is not None:
+        results = trainer.evaluate_decoder(
+            target_class=options.target_class,
+            increase_target_probabilities=not options.weaken,
+            use_cache=True,
+            **options.asked(),
+        )
     trainer.rewrite_base_model(
+        results,
         target_class=options.target_class,
         increase_target_probabilities=not options.weaken,
         output_dir=options.output_dir,

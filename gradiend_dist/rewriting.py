@@ -27,8 +27,12 @@ from gradiend_dist.files import new_directory, write_text
 from gradiend_dist.sharding import reshard
 from gradiend_dist.space import Weight
 
-# Entries of a weight that are moved together.
-CHUNK = 2**20
+# Entries of a weight that are moved together: on a CPU what stays in its cache, on a GPU enough to keep it busy.
+CHUNK = 2**18
+CHUNK_ON_GPU = 2**24
+CARD = "README.md"
+# By this line of its card a directory is known as a rewritten model.
+SIGNATURE = "| rewritten with | gradiend_dist"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -143,7 +147,7 @@ class InPlace(AbstractContextManager["InPlace"]):
         """To this point, from wherever the model is."""
         reshard(self.base_model)
         for (weight, flat, indices), original in zip(self._places, self._originals, strict=True):
-            for inside in chunks(weight.num_selected):
+            for inside in chunks(weight.num_selected, flat.device):
                 where = slice(weight.offset + inside.start, weight.offset + inside.stop)
                 step = direction(self.vectors, where, feature_factor, part).to(flat.device)
                 moved = stepped(original[inside], step, learning_rate)
@@ -180,7 +184,7 @@ def rewrite(
     parameters = dict(base_model.named_parameters())
     for weight in weights:
         flat = flat_entries(parameters[weight.name])
-        for inside in chunks(weight.num_selected):
+        for inside in chunks(weight.num_selected, flat.device):
             where = slice(weight.offset + inside.start, weight.offset + inside.stop)
             step = direction(vectors, where, feature_factor, part).to(flat.device)
             entries = inside if weight.selected is None else weight.selected[inside].to(flat.device)
@@ -200,9 +204,10 @@ def flat_entries(parameter: Tensor) -> Tensor:
     return local.view(-1)
 
 
-def chunks(count: int) -> Iterator[slice]:
-    for start in range(0, count, CHUNK):
-        yield slice(start, min(start + CHUNK, count))
+def chunks(count: int, device: torch.device) -> Iterator[slice]:
+    size = CHUNK_ON_GPU if device.type == "cuda" else CHUNK
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def save_rewritten(
@@ -213,7 +218,7 @@ def save_rewritten(
     with new_directory(path) as directory:
         model.save_pretrained(directory, max_shard_size=max_shard_size)  # type: ignore[operator]
         tokenizer.save_pretrained(directory)
-        write_text(directory / "README.md", card)
+        write_text(directory / CARD, card)
     return path
 
 
@@ -248,7 +253,7 @@ class Change:
             "|---|---|",
             f"| changed by | learning rate {self.learning_rate:g} times {vector}{factor} |",
             f"| learnt by | `{self.run or 'a model in memory'}` |",
-            f"| rewritten with | gradiend_dist {__version__} |\n",
+            f"{SIGNATURE} {__version__} |\n",
         ]
         if self.effect:
             lines += ["Measured on the evaluation split, in the precision of the evaluation:\n"]
@@ -259,15 +264,19 @@ class Change:
 
 
 def check_output(output_dir: str | Path, dtype: str | None, max_shard_size: str | int) -> None:
-    """Before any work: can the changed model be saved like this? A directory that holds something else is kept."""
+    """Before any work: can the changed model be saved like this? Only a rewritten model is replaced by another."""
     as_dtype(dtype)
-    if isinstance(max_shard_size, str) and not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]I?B", max_shard_size.upper()):
+    if isinstance(max_shard_size, str) and not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", max_shard_size.upper()):
         raise UserError(f"max_shard_size={max_shard_size!r} is no size: write e.g. 5GB or 500MB.")
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         raise UserError(f"output_dir={str(output_dir)!r} is a file: pass a directory.")
-    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").is_file():
-        raise UserError(f"output_dir={str(output_dir)!r} holds files that are no model: pass another directory.")
+    card = path / CARD
+    ours = card.is_file() and SIGNATURE in card.read_text(encoding="utf-8", errors="replace")
+    if path.is_dir() and any(path.iterdir()) and not ours:
+        raise UserError(
+            f"output_dir={str(output_dir)!r} holds other files than a rewritten model: pass another directory."
+        )
 
 
 def as_dtype(name: str | None) -> torch.dtype | None:

@@ -413,6 +413,7 @@ class StateKeeper:
         for path in candidates:
             step = self._try_to_load(loop, path)
             if step is not None:
+                self._last_look = (step, time.monotonic())
                 logger.info("going on after step %d", step)
                 return step
         return 0

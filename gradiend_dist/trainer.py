@@ -324,6 +324,7 @@ class TextPredictionTrainer:
         With `experiment_dir`, the table and the result are written beside the model, and read again with `use_cache`
         while model, data and arguments are the same. `plot` draws the distributions (see `plot_encoder_distributions`).
         """
+        require(plot or not plot_options, f"evaluate_encoder(): {', '.join(plot_options)} is not a known argument.")
         report = EncoderReport(
             self.workbench,
             self.get_model(),
@@ -371,6 +372,13 @@ class TextPredictionTrainer:
         wanted = self._classes_asked_for(target_class)
         model, data, args = self.get_model(), self.data, self.args
         factors = self.strengthening_factors()
+        if part != "decoder":
+            require(
+                feature_factors is None,
+                f"feature_factors has no effect on part={part}, which is one vector: leave it out.",
+            )
+            # One column of points, and all of them compete: the learning rate's sign says which way they push.
+            feature_factors, factors = [1.0], {}
         if feature_factors is None:
             feature_factors = args.decoder_eval_feature_factors
         if feature_factors is None:
@@ -380,25 +388,26 @@ class TextPredictionTrainer:
         if metrics is None:
             metrics = [name if increase_target_probabilities else f"{name}{WEAKEN}" for name in wanted]
         require_pushing(feature_factors, metrics, factors)
-        cap = max_size or self.config.decoder_eval_lms_max_samples
+        require(plot or not plot_options, f"evaluate_decoder(): {', '.join(plot_options)} is not a known argument.")
+        cap = self.config.decoder_eval_lms_max_samples
         options = GridOptions(
             feature_factors=feature_factors,
-            lrs=lrs or args.decoder_eval_lrs or LEARNING_RATES,
+            lrs=given(lrs, args.decoder_eval_lrs, LEARNING_RATES),
             part=part,
             split=split,
-            max_size_training_like=max_size_training_like
-            or max_size
-            or args.decoder_eval_max_size_training_like
-            or cap,
-            max_size_neutral=max_size_neutral or max_size or args.decoder_eval_max_size_neutral or cap,
-            eval_batch_size=eval_batch_size or args.eval_batch_size,
+            max_size_training_like=given(
+                max_size_training_like, max_size, args.decoder_eval_max_size_training_like, cap
+            ),
+            max_size_neutral=given(max_size_neutral, max_size, args.decoder_eval_max_size_neutral, cap),
+            eval_batch_size=given(eval_batch_size, args.eval_batch_size),
             training_like_df=training_like_df,
             neutral_df=neutral_df,
         )
         grid = DecoderGrid(self.workbench, model, self.config, options, saved_at=self._saved_at())
         use_cache = bool(args.use_cache) if use_cache is None else use_cache
         results = grid.results(self.experiment_dir, use_cache=use_cache)
-        summary = summarize(results, metrics, selector or LMSThresholdPolicy(), factors, summary_extractor)
+        policy = selector or LMSThresholdPolicy()
+        summary = summarize(results, metrics, policy, factors, summary_extractor, part=part)
         found: dict[str, Any] = {**summary, "grid": results}
         if plot:
             found["plot_path"] = self.plot_probability_shifts(found, **{"show": False, **plot_options})
@@ -439,11 +448,11 @@ class TextPredictionTrainer:
         return wanted
 
     def _saved_at(self) -> Path | None:
-        """The directory that the current model was read from, if it was."""
-        for path in (self.model_path, self.model):
-            if isinstance(path, str | Path) and is_model_directory(path):
-                return Path(path)
-        return None
+        """The directory that the current model is read from, if it is: as rank 0 sees it."""
+        if isinstance(self.model, ModelWithGradiend) and not self._has_trained:
+            return None
+        places = [Path(path) for path in (self.model_path, self.model) if isinstance(path, str | Path)]
+        return self.comm.decide(next((path for path in places if is_model_directory(path)), None))
 
     def rewrite_base_model(
         self,
@@ -454,14 +463,15 @@ class TextPredictionTrainer:
         *,
         learning_rate: float | None = None,
         feature_factor: float | None = None,
-        part: str = "decoder",
+        part: str | None = None,
         dtype: str | None = None,
         max_shard_size: str | int = "5GB",
     ) -> Any:
         """The base model, changed to make a class more probable (or less), at the selected or a given point.
 
         The point is that of `decoder_results`, by default of `evaluate_decoder` (whose kept points are used), unless
-        `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way. With
+        `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way, and `part` to the
+        decoder's vector. With
         `output_dir` the changed model is saved there, in the dtype of the base model's files or in `dtype`, with
         tokenizer and model card; on several ranks, rank 0 does that and returns the model, the others None. A list of
         classes gives a list of models, saved in directories of their names.
@@ -483,6 +493,10 @@ class TextPredictionTrainer:
         )
         as_dtype(dtype)
         if output_dir is not None:
+            require(
+                Path(output_dir).resolve() != Path(self.base_model_name).resolve(),
+                f"output_dir={str(output_dir)!r} is the base model itself: pass another directory.",
+            )
             self.comm.first(f"looking at {output_dir}", lambda: check_output(output_dir, dtype, max_shard_size))
         point = chosen_point(
             self, decoder_results, target_class, increase_target_probabilities, learning_rate, feature_factor, part
@@ -531,6 +545,8 @@ class TextPredictionTrainer:
         from gradiend_dist.evaluation.figures import plot_probability_shifts
 
         results = decoder_results or self.evaluate_decoder(use_cache=True)
+        of_decoder = all(entry.get("part") == "decoder" for name, entry in results.items() if name in self.all_classes)
+        factors = self.strengthening_factors() if of_decoder else {}
         img_format = img_format or self.config.img_format
         output = output or self._root() / f"decoder_probability_shifts.{img_format}"
         return self._drawn(
@@ -538,7 +554,8 @@ class TextPredictionTrainer:
                 results,
                 output,
                 target_classes=self.target_classes,
-                factors=self.strengthening_factors(),
+                factors=factors,
+                on_other_class=self.config.decoder_eval_prob_on_other_class,
                 label_name_mapping=label_name_mapping,
                 img_format=img_format,
                 img_dpi=self.config.img_dpi,
@@ -576,6 +593,11 @@ class TextPredictionTrainer:
             img_dpi=options.pop("img_dpi", self.config.img_dpi),
             **options,
         )
+
+
+def given(*values: Any) -> Any:
+    """The first one that is not None."""
+    return next((value for value in values if value is not None), None)
 
 
 def check_before_training(args: TrainingArguments, data: FeatureData) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gradiend_dist.arguments import PrePruneConfig, TrainingArguments
-from gradiend_dist.checkpoint import load_gradiend
+from gradiend_dist.checkpoint import load_gradiend, read_context
 from gradiend_dist.comm import Comm
 from gradiend_dist.data import FeatureData
 from gradiend_dist.devices import Placement
@@ -118,8 +118,11 @@ class Workbench:
         return model
 
     def load(self, path: Path) -> ModelWithGradiend:
-        """A saved GRADIEND model over the shared base model, or this rank's part of it."""
-        return self.wrap(
+        """A saved GRADIEND model over the shared base model, or this rank's part of it.
+
+        Source, target and directions are those that it was trained with, whatever the arguments say now.
+        """
+        model = self.wrap(
             load_gradiend(
                 path,
                 comm=self.comm,
@@ -128,6 +131,10 @@ class Workbench:
                 device_decoder=self.placement.decoder,
             )
         )
+        context = self.comm.first(f"reading {path}", lambda: read_context(path))
+        model.source, model.target = context["source"], context["target"]
+        model.feature_class_encoding_direction |= context.get("feature_class_encoding_direction", {})
+        return model
 
     def top_weights(self, path: Path, part: str, topk: int) -> list[int]:
         """Base-global positions of the most important weights of a saved model, each rank looking through its part."""
@@ -195,7 +202,7 @@ class Workbench:
         return self.comm.smallest(free if device.type == "cuda" else free / self.comm.local_world_size)[0]
 
     def evaluation(
-        self, space: ParameterSpace, split: str, max_size: int | None, *, repeated: bool
+        self, space: ParameterSpace, split: str, max_size: int | None, *, repeated: bool, source: str | None = None
     ) -> EncoderEvaluation:
         """The evaluation of a split over a space; a `repeated` one is made once and keeps its gradients."""
         key = (split, max_size)
@@ -209,7 +216,7 @@ class Workbench:
             self.objective,
             gradients,
             split=split,
-            source=self.args.source,
+            source=source or self.args.source,
             max_size=max_size,
             balance=self.args.encoder_eval_balance,
             include_other_classes=self.args.include_other_classes,

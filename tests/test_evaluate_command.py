@@ -97,13 +97,21 @@ def test_rewrite__at_a_given_point_scores_nothing_and_keeps_the_dtype(run_dir, m
         ("rewrite", ["{run}", "--output_dir", "{new}"], "target_class is missing"),
         ("rewrite", ["{run}", "--target_class", "X", "--output_dir", "{new}"], "target_class='X' is not a target"),
         ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{new}", "--dtype", "int4"], "dtype='int4'"),
-        ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{data}"], "holds files that are no model"),
+        ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{data}"], "holds other files than a rewritten"),
         ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{new}", "--max_shard_size", "big"], "e.g. 5GB"),
         ("rewrite", ["{run}", "--feature_factor", "1", "--output_dir", "{new}"], "needs a learning_rate"),
+        ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{model}"], "holds other files than a rewritten"),
+        ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{base}"], "holds other files than a rewritten"),
+        ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{new}", "--learning_rate", "1",
+                     "--feature_factor", "1"], "does not make F strengthened"),
+        ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{new}", "--learning_rate", "1", "--part",
+                     "decoder-bias", "--feature_factor", "1"], "no effect on part=decoder-bias"),
+        ("evaluate", ["{run}", "--parts", "decoder", "--max_size", "0"], "max_size_training_like=0 must be at least 1"),
     ],
 )  # fmt: skip
-def test_wrong_input__is_one_line(command, flags, words, run_dir, tmp_path, capsys):
-    places = {"{run}": str(run_dir), "{data}": str(run_dir.parent / "data"), "{new}": str(tmp_path / "new")}
+def test_wrong_input__is_one_line(command, flags, words, run_dir, masked_lm, tmp_path, capsys):
+    places = {"{model}": str(run_dir / "model"), "{base}": str(masked_lm)}
+    places |= {"{run}": str(run_dir), "{data}": str(run_dir.parent / "data"), "{new}": str(tmp_path / "new")}
     before = sorted(path.name for path in run_dir.iterdir())
     assert __main__.main([command, *(places.get(flag, flag) for flag in flags)]) == 2
     lines = [

@@ -128,7 +128,7 @@ def test_saved__nothing_else_is_replaced_and_nothing_is_left_half(tmp_path, monk
     model = model_of(keep=30)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
-    with pytest.raises(UserError, match="holds files that are no model"):
+    with pytest.raises(UserError, match="holds other files than a rewritten model"):
         model.rewrite_base_model(0.5, output_dir=tmp_path / "mine")
     model.rewrite_base_model(0.5, output_dir=tmp_path / "new")
     before = (tmp_path / "new" / "README.md").read_bytes()

@@ -32,6 +32,7 @@ from gradiend_dist.workbench import Workbench
 HIDDEN_SHARE = 0.15
 HIDDEN_SEED = 42
 LONGEST_TEXT = 512
+CLASS_COLUMNS = ("factual_class", "alternative_class")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ def words_of(data: FeatureData, name: str) -> list[str]:
     return sorted(found)
 
 
+def require_columns(name: str, frame: pd.DataFrame | None, columns: Sequence[str]) -> None:
+    missing = [] if frame is None else [column for column in columns if column not in frame.columns]
+    if missing:
+        raise UserError(f"{name} has no column {missing[0]!r}: it needs {', '.join(columns)}.")
+
+
 class ModelScores:
     """The rows, words and texts that a model is scored on."""
 
@@ -98,7 +105,7 @@ class ModelScores:
             "pad_id": base.pad_id,
             "device": base.device,
             "batch_size": batch_size,
-            "vocabulary": int(model.config.vocab_size),
+            "vocabulary": int(model.get_input_embeddings().num_embeddings),
         }
         self._logits_at, self._precision, self._sharded = base.logits_at, base.precision, base.is_sharded
         self._blanks = Blanks(rows, self.words, bench.objective)
@@ -132,6 +139,8 @@ class ModelScores:
     ) -> ModelScores:
         """The pair's rows of a split, and neutral texts, or, where there are none, the rows with their words."""
         args, data = bench.args, bench.data
+        require_columns("training_like_df", rows, ("masked", "factual", "alternative", *CLASS_COLUMNS))
+        require_columns("neutral_df", neutral, ("text",))
         if rows is None:
             rows = cap_per_group(data.rows(split), max_rows, column="feature_class_id", seed=args.data_seed)
         rows = rows[rows["factual_class"].isin(data.target_classes)].reset_index(drop=True)
@@ -145,8 +154,10 @@ class ModelScores:
                 neutral = neutral.sample(n=min(len(neutral), max_texts), random_state=args.data_seed)
             texts = neutral["text"].astype(str).tolist()
         else:
-            filled = zip(rows["masked"], rows["factual"], strict=True)
-            texts = [text.replace(args.mask_placeholder, word) for text, word in filled][:max_texts]
+            # Not the first ones, which are all of one class.
+            some = rows if max_texts is None else rows.sample(n=min(len(rows), max_texts), random_state=args.data_seed)
+            filled = zip(some["masked"], some["factual"], strict=True)
+            texts = [text.replace(args.mask_placeholder, word) for text, word in filled]
             if ignored is None:  # these texts are about the feature: its own words do not count
                 ignored = sorted({*rows["factual"], *rows["alternative"]})
         return ModelScores(bench, config, rows, texts, batch_size=batch_size, ignored=ignored or [])

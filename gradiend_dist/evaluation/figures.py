@@ -93,6 +93,7 @@ def plot_probability_shifts(
     *,
     target_classes: Sequence[str],
     factors: Mapping[str, float],
+    on_other_class: bool = True,
     label_name_mapping: Mapping[str, str] | None = None,
     img_format: str | None = None,
     img_dpi: int | None = None,
@@ -111,12 +112,19 @@ def plot_probability_shifts(
         if isinstance(entry, Mapping) and "learning_rate" in entry
     }
     for column, factor in enumerate(columns):
-        pushes = [names.get(name, name) for name in target_classes if factors[name] == factor]
+        pushes = [names.get(name, name) for name in target_classes if factors.get(name) == factor]
         heading = f"feature factor {factor:+g}" + (f", towards {' and '.join(pushes)}" if pushes else "")
         panels[0][column].set_title(heading, loc="left", fontsize=11, color=DARK)
         chosen = {rate: metric for (where, rate), metric in selected.items() if where == factor}
         for row, dataset in enumerate(target_classes):
-            _draw_probabilities(panels[row][column], grid, factor, dataset, target_classes, names, chosen)
+            stars = {
+                rate: name
+                for rate, metric in chosen.items()
+                if (name := metric.removesuffix(WEAKEN)) in target_classes
+                # Strengthening is judged on the other class's blanks, if not asked otherwise; weakening on its own.
+                and (name == dataset) == (metric.endswith(WEAKEN) or not on_other_class)
+            }
+            _draw_probabilities(panels[row][column], grid, factor, dataset, target_classes, names, stars)
         _draw_lms(panels[2][column], grid, factor, chosen)
         panels[2][column].set_xlabel("learning rate", fontsize=11, color=DARK)
     for axes in panels.flat:
@@ -136,7 +144,7 @@ def _draw_probabilities(
     dataset: str,
     target_classes: Sequence[str],
     names: Mapping[str, str],
-    chosen: Mapping[float, str],
+    stars: Mapping[float, str],
 ) -> None:
     points = sorted(point for point in grid if point != BASE and point[0] == factor)
     rates = [rate for _, rate in points]
@@ -144,10 +152,8 @@ def _draw_probabilities(
         values = [grid[point]["probs_by_dataset"][dataset][name] for point in points]
         axes.plot(rates, values, color=colour, marker="o", markersize=3.5, label=f"P({names.get(name, name)})")
         axes.axhline(grid[BASE]["probs_by_dataset"][dataset][name], color=colour, linewidth=1.0, linestyle=":")
-        for rate, metric in chosen.items():
-            # Strengthening is judged on the other class's blanks, weakening on its own.
-            own = metric.endswith(WEAKEN)
-            if metric.removesuffix(WEAKEN) == name and (name == dataset) == own:
+        for rate, selected in stars.items():
+            if selected == name:
                 reached = grid[factor, rate]["probs_by_dataset"][dataset][name]
                 axes.plot([rate], [reached], color=colour, marker="*", markersize=15, label="selected", linestyle="")
     axes.set_ylim(-0.03, 1.03)

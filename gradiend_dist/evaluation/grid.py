@@ -71,7 +71,7 @@ class GridOptions:
 
     def points(self) -> list[Point]:
         """In ascending order, as the reference visits them: ties are broken by it."""
-        return sorted({(factor, rate) for factor in self.feature_factors for rate in self.lrs})
+        return sorted({(factor, plain(rate)) for factor in self.feature_factors for rate in self.lrs})
 
     @property
     def key(self) -> str:
@@ -168,8 +168,12 @@ class DecoderGrid:
 
     def _vectors(self) -> Vectors:
         """The whole vectors, or, over a sharded base model, those of this rank's shards."""
-        gradiend = self.model.gradiend
-        if gradiend.part.is_whole or self.bench.spread.shards:
+        gradiend, is_sharded = self.model.gradiend, bool(self.bench.spread.shards)
+        if gradiend.part.is_whole and is_sharded:
+            raise UserError(
+                "The base model is in shards and the GRADIEND model is not: save it, and pass its directory."
+            )
+        if gradiend.part.is_whole or is_sharded:
             return VectorsInMemory(gradiend)
         path = None if self.saved_at is None else self.saved_at / WEIGHTS
         readable = path is not None and is_model_directory(path.parent) and path.is_file()
@@ -255,6 +259,11 @@ class DecoderGrid:
                 table.to_csv(path, index=False)
 
         self.comm.first(f"writing {path.name}", write)
+
+
+def plain(rate: float) -> float:
+    """A whole number is written as one, whatever its type: it is part of a file's name."""
+    return int(rate) if float(rate).is_integer() else float(rate)
 
 
 def _id(point: Point | None) -> Any:

@@ -59,7 +59,9 @@ class EncoderReport:
     def table(self) -> pd.DataFrame:
         """One line per encoded row."""
         model, bench = self.model, self.bench
-        evaluation = bench.evaluation(model.gradiend.space, self.split, self.max_size, repeated=False)
+        evaluation = bench.evaluation(
+            model.gradiend.space, self.split, self.max_size, repeated=False, source=model.source
+        )
         encoder = bench.encoder(model.gradiend)
         with torch.no_grad():
             tables = [evaluation.table(encoder)]

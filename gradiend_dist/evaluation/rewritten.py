@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gradiend_dist.arguments import require
-from gradiend_dist.checkpoint import WEIGHTS, load_gradiend
+from gradiend_dist.checkpoint import WEIGHTS, load_gradiend, open_gradiend
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.selection import BASE, WEAKEN
-from gradiend_dist.model import ModelWithGradiend, load_base_model
+from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel, load_base_model
 from gradiend_dist.rewriting import (
     Change,
     Vectors,
@@ -47,38 +47,64 @@ def chosen_point(
     strengthen: bool,
     learning_rate: float | None,
     feature_factor: float | None,
-    part: str,
+    part: str | None,
 ) -> Target:
     """The given point, or the one that an evaluation has selected for a class."""
     if name is not None:
         trainer._classes_asked_for(name)
     purpose = None if name is None else f"{name} {'strengthened' if strengthen else 'weakened'}"
     if learning_rate is not None:
-        factor = feature_factor
-        if factor is None:
-            assert name is not None, "the caller has asked for one of them"
-            factors = trainer.strengthening_factors()
-            others = [other for other in trainer.target_classes if other != name]
-            factor = factors[name if strengthen else others[0]]
-        return Target(learning_rate, factor, part, purpose)
+        return _given_point(trainer, name, strengthen, learning_rate, feature_factor, part or "decoder", purpose)
     require(feature_factor is None, f"feature_factor={feature_factor} needs a learning_rate: pass both, or neither.")
     assert name is not None, "a point is selected for a class"
     if results is None:
         results = trainer.evaluate_decoder(
-            target_class=name, increase_target_probabilities=strengthen, use_cache=True, part=part
+            target_class=name, increase_target_probabilities=strengthen, use_cache=True, part=part or "decoder"
         )
     metric = name if strengthen else f"{name}{WEAKEN}"
     if metric not in results:
-        known = ", ".join(key for key in results if key not in ("grid", "plot_path", "plot_paths"))
+        known = ", ".join(key for key in results if key not in ("grid", "plot_path"))
         raise UserError(
             f"decoder_results have {known or 'no summary'} and not {metric!r}: pass those of "
             f"evaluate_decoder(increase_target_probabilities={strengthen})."
         )
     chosen = results[metric]
+    scored = chosen.get("part", "decoder")
+    require(
+        part in (None, scored), f"part={part} is not what decoder_results are about, which is {scored}: leave it out."
+    )
     point = chosen["feature_factor"], chosen["learning_rate"]
     grid = results.get("grid", {})
     effect = _effect(trainer, grid[BASE], grid[point]) if BASE in grid and point in grid else ()
-    return Target(chosen["learning_rate"], chosen["feature_factor"], part, purpose, effect)
+    return Target(chosen["learning_rate"], chosen["feature_factor"], scored, purpose, effect)
+
+
+def _given_point(
+    trainer: TextPredictionTrainer,
+    name: str | None,
+    strengthen: bool,
+    learning_rate: float,
+    feature_factor: float | None,
+    part: str,
+    purpose: str | None,
+) -> Target:
+    if part != "decoder":
+        require(
+            feature_factor is None, f"feature_factor has no effect on part={part}, which is one vector: leave it out."
+        )
+        return Target(learning_rate, 1.0, part, None)  # which class it strengthens was not measured
+    if name is None:
+        assert feature_factor is not None, "the caller has asked for one of them"
+        return Target(learning_rate, feature_factor, part, None)
+    factors = trainer.strengthening_factors()
+    pushed = name if strengthen else next(other for other in trainer.target_classes if other != name)
+    factor = factors[pushed] if feature_factor is None else feature_factor
+    require(
+        factor * learning_rate * factors[pushed] > 0,
+        f"feature_factor={factor} with learning_rate={learning_rate} does not make {purpose}: change a sign, or leave "
+        "target_class out.",
+    )
+    return Target(learning_rate, factor, part, purpose)
 
 
 def _effect(
@@ -118,14 +144,13 @@ def rewritten_model(
 
     def work() -> None:
         """On the host, in the dtype of the files: what is not moved stays as it is, to the byte."""
-        loaded = trainer._trained
-        gradiend = loaded.gradiend if loaded is not None and loaded.gradiend.part.is_whole else load_gradiend(saved_at)
+        gradiend, vectors = _whole_vectors(trainer, saved_at)
         check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
         base_model, tokenizer = load_base_model(
             trainer.base_model_name, torch_dtype=dtype or "auto", trust_remote_code=trainer.args.trust_remote_code
         )
         model = ModelWithGradiend(base_model, gradiend, tokenizer)
-        _move(base_model, model, VectorsInMemory(gradiend), target)
+        _move(base_model, model, vectors, target)
         change = _change_of(model, target, run=str(saved_at))
         _save(base_model, tokenizer, output_dir, change, max_shard_size)
         kept.append(base_model)
@@ -134,11 +159,24 @@ def rewritten_model(
     return kept[0] if kept else None
 
 
+def _whole_vectors(trainer: TextPredictionTrainer, saved_at: Path) -> tuple[ParamMappedGradiendModel, Vectors]:
+    """From the model in memory where it is whole; else read from its file as they are wanted."""
+    loaded = trainer._trained
+    if loaded is not None and loaded.gradiend.part.is_whole:
+        return loaded.gradiend, VectorsInMemory(loaded.gradiend)
+    if (saved_at / WEIGHTS).is_file():
+        gradiend = open_gradiend(saved_at)
+        return gradiend, VectorsInFile(saved_at / WEIGHTS, gradiend)
+    gradiend = load_gradiend(saved_at)
+    return gradiend, VectorsInMemory(gradiend)
+
+
 def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: str | None) -> nn.Module:
     bench, model = trainer.workbench, trainer.get_model()
     if bench.spread.shards:
-        raise UserError("The base model is in shards, and no rank has all of it: pass output_dir to save the change.")
+        raise UserError("The base model is in shards, and no rank has all of it: save the model, and pass output_dir.")
     gradiend, saved_at = model.gradiend, trainer._saved_at()
+    check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
     vectors: Vectors = VectorsInMemory(gradiend)
     if not gradiend.part.is_whole:
         if saved_at is None:

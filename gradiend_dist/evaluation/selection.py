@@ -98,6 +98,8 @@ def summarize(
     selector: SelectionPolicy,
     factors: Mapping[str, float],
     extractor: Extractor = extract_candidates,
+    *,
+    part: str = "decoder",
 ) -> dict[str, dict[str, Any]]:
     """For each metric the selected point: only those that push the right way compete for strengthening or weakening."""
     candidates, base = extractor(results)
@@ -115,6 +117,7 @@ def summarize(
             "feature_factor": float(chosen.feature_factor),
             "learning_rate": float(chosen.learning_rate),
             "id": dict(chosen.id),
+            "part": part,
             "strengthen": not metric.endswith(WEAKEN),
             "lms": chosen.lms,
             "base_lms": base.base_lms,
