@@ -68,6 +68,10 @@ bench: $(INSTALLED)  ## time and memory against the reference package; ten minut
 bench-engines: $(INSTALLED)  ## step time, memory and bytes sent of every engine; ten minutes of an idle machine
 	$(BIN)/python benchmarks/engines.py
 
+.PHONY: bench-grid
+bench-grid: $(INSTALLED)  ## the decoder grid against the reference package; eight minutes of an idle machine
+	$(BIN)/python benchmarks/decoder_grid.py
+
 .PHONY: clean
 clean:  ## remove .venv, runs/demo, builds and caches
 	rm -rf .venv runs/demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

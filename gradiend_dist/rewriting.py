@@ -192,9 +192,7 @@ def rewrite(
 
 
 def stepped(entries: Tensor, step: Tensor, learning_rate: float) -> Tensor:
-    """entries + learning_rate * step: in half precision the step is rounded first, as the reference does."""
-    if entries.dtype == torch.float32:
-        return torch.add(entries, step, alpha=learning_rate)
+    """entries + learning_rate * step; the product is rounded to the entries' dtype first, as in the reference."""
     return entries + (step * learning_rate).to(entries.dtype)
 
 
