@@ -195,7 +195,7 @@ POINTS = {
     "promoted, not cleared": fault("gradiend_dist.seeds:strip_models", 1, rank=0, when="after"),
     "before the state is removed": fault("gradiend_dist.state:StateKeeper.close", 1, rank=0),
 }
-BY_DEFAULT = ("middle of an epoch", "between two renames", "promoted, not cleared")
+BY_DEFAULT = ("middle of an epoch", "promoted, not cleared")
 
 
 @pytest.mark.parametrize(
