@@ -147,6 +147,7 @@ def trainer_of(run_dir: Path) -> TextPredictionTrainer:
 
 
 def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
+    trainer.classes_asked_for(options.target_class)  # before a weight is loaded
     draws = options.plot and importlib.util.find_spec("matplotlib") is not None
     if options.plot and not draws:
         logger.info('nothing is drawn: pip install "gradiend_dist[plot]"')

@@ -369,7 +369,7 @@ class TextPredictionTrainer:
         all points under `grid`. With `experiment_dir`, finished points are kept, and read again with `use_cache` while
         nothing that they depend on has changed. All ranks call this and share the points.
         """
-        wanted = self._classes_asked_for(target_class)
+        wanted = self.classes_asked_for(target_class)
         model, data, args = self.get_model(), self.data, self.args
         factors = self.strengthening_factors()
         if part != "decoder":
@@ -403,7 +403,7 @@ class TextPredictionTrainer:
             training_like_df=training_like_df,
             neutral_df=neutral_df,
         )
-        grid = DecoderGrid(self.workbench, model, self.config, options, saved_at=self._saved_at())
+        grid = DecoderGrid(self.workbench, model, self.config, options, saved_at=self.saved_at())
         use_cache = bool(args.use_cache) if use_cache is None else use_cache
         results = grid.results(self.experiment_dir, use_cache=use_cache)
         policy = selector or LMSThresholdPolicy()
@@ -425,7 +425,7 @@ class TextPredictionTrainer:
     def strengthening_factors(self) -> dict[str, float]:
         """The feature factor that makes each target class more probable."""
         first, second = self.data.target_classes
-        saved_at = self._saved_at()
+        saved_at = self.saved_at()
         if self._trained is None and saved_at is not None:  # no weight needs to be loaded for it
             context = self.comm.first(f"reading {saved_at}", lambda: read_context(saved_at))
             source, found = context["source"], context.get("feature_class_encoding_direction", {})
@@ -435,7 +435,7 @@ class TextPredictionTrainer:
         directions = {first: 1, second: -1, **found}
         return {name: strengthening_factor(directions, source, name) for name in (first, second)}
 
-    def _classes_asked_for(self, target_class: str | Sequence[str] | None) -> list[str]:
+    def classes_asked_for(self, target_class: str | Sequence[str] | None) -> list[str]:
         if target_class is None:
             return list(self.target_classes)
         wanted = [target_class] if isinstance(target_class, str) else list(target_class)
@@ -447,7 +447,7 @@ class TextPredictionTrainer:
         require(len(wanted) > 0, f"target_class is empty: choose {' or '.join(self.target_classes)}.")
         return wanted
 
-    def _saved_at(self) -> Path | None:
+    def saved_at(self) -> Path | None:
         """The directory that the current model is read from, if it is: as rank 0 sees it."""
         if isinstance(self.model, ModelWithGradiend) and not self._has_trained:
             return None
@@ -485,7 +485,7 @@ class TextPredictionTrainer:
                 self.rewrite_base_model(
                     decoder_results, name, output_dir=None if output_dir is None else Path(output_dir) / name, **several
                 )
-                for name in self._classes_asked_for(target_class)
+                for name in self.classes_asked_for(target_class)
             ]
         require(
             target_class is not None or feature_factor is not None,

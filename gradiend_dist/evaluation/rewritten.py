@@ -51,7 +51,7 @@ def chosen_point(
 ) -> Target:
     """The given point, or the one that an evaluation has selected for a class."""
     if name is not None:
-        trainer._classes_asked_for(name)
+        trainer.classes_asked_for(name)
     purpose = None if name is None else f"{name} {'strengthened' if strengthen else 'weakened'}"
     if learning_rate is not None:
         return _given_point(trainer, name, strengthen, learning_rate, feature_factor, part or "decoder", purpose)
@@ -128,7 +128,7 @@ def rewritten_model(
     max_shard_size: str | int,
 ) -> nn.Module | None:
     """A changed copy of the trainer's base model, or, with `output_dir`, of what is on disk, saved there by rank 0."""
-    comm, saved_at = trainer.comm, trainer._saved_at()
+    comm, saved_at = trainer.comm, trainer.saved_at()
     if output_dir is None:
         return _changed_in_memory(trainer, target, dtype)
     if saved_at is None:
@@ -175,7 +175,7 @@ def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: st
     bench, model = trainer.workbench, trainer.get_model()
     if bench.spread.shards:
         raise UserError("The base model is in shards, and no rank has all of it: save the model, and pass output_dir.")
-    gradiend, saved_at = model.gradiend, trainer._saved_at()
+    gradiend, saved_at = model.gradiend, trainer.saved_at()
     check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
     vectors: Vectors = VectorsInMemory(gradiend)
     if not gradiend.part.is_whole:
