@@ -471,10 +471,9 @@ class TextPredictionTrainer:
 
         The point is that of `decoder_results`, by default of `evaluate_decoder` (whose kept points are used), unless
         `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way, and `part` to the
-        decoder's vector. With
-        `output_dir` the changed model is saved there, in the dtype of the base model's files or in `dtype`, with
-        tokenizer and model card; on several ranks, rank 0 does that and returns the model, the others None. A list of
-        classes gives a list of models, saved in directories of their names.
+        decoder's vector. With `output_dir` the changed model is saved there, in the dtype of the base model's files or
+        in `dtype`, with tokenizer and model card; on several ranks, rank 0 does that and returns the model, the others
+        None. A list of classes gives a list of models, saved in directories of their names.
         """
         if not isinstance(target_class, str) and target_class is not None:
             several: dict[str, Any] = {

@@ -143,7 +143,7 @@ class ModelScores:
         require_columns("neutral_df", neutral, ("text",))
         if rows is None:
             rows = cap_per_group(data.rows(split), max_rows, column="feature_class_id", seed=args.data_seed)
-        rows = rows[rows["factual_class"].isin(data.target_classes)].reset_index(drop=True)
+        rows = rows[rows[[*CLASS_COLUMNS]].isin(data.target_classes).all(axis=1)].reset_index(drop=True)
         missing = [name for name in data.target_classes if not (rows["factual_class"] == name).any()]
         if missing:
             raise UserError(f"The split {split!r} has no rows of class {missing[0]!r}: pass another split.")

@@ -147,10 +147,11 @@ def rewritten_model(
         gradiend, vectors = _whole_vectors(trainer, saved_at)
         check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
         base_model, tokenizer = load_base_model(
-            trainer.base_model_name, torch_dtype=dtype or "auto", trust_remote_code=trainer.args.trust_remote_code
+            trainer.base_model_name, torch_dtype="auto", trust_remote_code=trainer.args.trust_remote_code
         )
         model = ModelWithGradiend(base_model, gradiend, tokenizer)
         _move(base_model, model, vectors, target)
+        base_model = _converted(base_model, dtype)
         change = _change_of(model, target, run=str(saved_at))
         _save(base_model, tokenizer, output_dir, change, max_shard_size)
         kept.append(base_model)
@@ -184,8 +185,13 @@ def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: st
         vectors = VectorsInFile(saved_at / WEIGHTS, gradiend)
     changed = copy.deepcopy(bench.base_model)
     _move(changed, model, vectors, target)
-    converted = as_dtype(dtype)
-    return changed if converted is None else changed.to(converted)
+    return _converted(changed, dtype)
+
+
+def _converted(changed: nn.Module, dtype: str | None) -> nn.Module:
+    """After the move: a step added in half precision would be rounded away where it is small."""
+    wanted = as_dtype(dtype)
+    return changed if wanted is None else changed.to(wanted)
 
 
 def _move(base_model: nn.Module, model: ModelWithGradiend, vectors: Vectors, target: Target) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, demo
 from gradiend_dist.evaluation.decoder import (
+    Words,
     causal_score,
     causal_text_questions,
     masked_score,
@@ -61,9 +62,9 @@ def naive_probability(model, objective, template: str, word: str) -> float:
     return math.exp(sum(logs[p, label].item() for p, label in zip(cloze.positions, cloze.labels, strict=True)))
 
 
-def test_probabilities__equal_a_loop_over_rows_and_spellings(trained):
-    bench, found = trained.workbench, trained.evaluate_decoder(lrs=RATES, use_cache=False)
-    rows = trained.data.rows("test")
+def naive_means(trained, model) -> dict[str, dict[str, float]]:
+    """Mean probabilities of a model by class of the rows and of the words, in a loop over rows and spellings."""
+    bench, rows = trained.workbench, trained.data.rows("test")
     words = {"M": {"he", "He", "HE"}, "F": {"she", "She", "SHE"}}
     expected = {name: {"M": [], "F": []} for name in ("M", "F")}
     for row in rows.itertuples():
@@ -72,31 +73,35 @@ def test_probabilities__equal_a_loop_over_rows_and_spellings(trained):
             for word in sorted(variants):
                 cloze = bench.objective.whole_word(row.masked, word)
                 if len(cloze.labels) == 1:
-                    seen[cloze] = naive_probability(bench.base_model, bench.objective, row.masked, word)
+                    seen[cloze] = naive_probability(model, bench.objective, row.masked, word)
             expected[row.factual_class][name].append(sum(seen.values()))
-    base = found["grid"]["base"]
-    for dataset, by_class in expected.items():
-        for name, values in by_class.items():
-            assert base["probs_by_dataset"][dataset][name] == pytest.approx(np.mean(values), rel=1e-5)
+    return {dataset: {c: float(np.mean(v)) for c, v in by_class.items()} for dataset, by_class in expected.items()}
+
+
+def test_probabilities__equal_a_loop_over_rows_and_spellings(trained):
+    base = trained.evaluate_decoder(lrs=RATES, use_cache=False)["grid"]["base"]
+    for dataset, by_class in naive_means(trained, trained.workbench.base_model).items():
+        assert base["probs_by_dataset"][dataset] == pytest.approx(by_class, rel=1e-5)
     assert base["probs"] == {"M": base["probs_by_dataset"]["F"]["M"], "F": base["probs_by_dataset"]["M"]["F"]}
     assert base["probs_factual"] == {name: base["probs_by_dataset"][name][name] for name in ("M", "F")}
 
 
 def test_points__are_scores_of_the_rewritten_copies(trained):
-    """What is scored in place is the model that rewrite_base_model returns."""
+    """What is scored in place is the model that rewrite_base_model returns, and no longer the base model."""
     found = trained.evaluate_decoder(lrs=RATES, use_cache=False)["grid"]
-    bench = trained.workbench
-    row = trained.data.rows("test").iloc[0]
-    for (factor, rate), entry in ((p, e) for p, e in found.items() if p != "base"):
-        changed = trained.get_model().rewrite_base_model(rate, factor)
-        single = trained.evaluate_decoder(
-            lrs=[rate], feature_factors=[factor], use_cache=False, summary_metrics=["M_factual"],
-            training_like_df=trained.data.rows("test"), neutral_df=trained.data.neutral,
-        )["grid"]  # fmt: skip
-        assert single[factor, rate] == entry, "given frames are those that are taken by default"
-        assert naive_probability(changed, bench.objective, row.masked, "he") != pytest.approx(
-            naive_probability(bench.base_model, bench.objective, row.masked, "he"), rel=1e-6
-        )
+    for point in ((-1.0, 0.5), (1.0, 0.05)):
+        expected = naive_means(trained, trained.get_model().rewrite_base_model(point[1], point[0]))
+        for dataset, by_class in expected.items():
+            assert found[point]["probs_by_dataset"][dataset] == pytest.approx(by_class, rel=1e-4, abs=1e-7)
+            assert found["base"]["probs_by_dataset"][dataset] != pytest.approx(by_class, rel=1e-3)
+
+
+def test_given_frames__are_those_that_are_taken_by_default(trained):
+    found = trained.evaluate_decoder(lrs=RATES, use_cache=False)
+    asked = {"training_like_df": trained.data.rows("test"), "neutral_df": trained.data.neutral}
+    assert trained.evaluate_decoder(lrs=RATES, use_cache=False, **asked) == found
+    with pytest.raises(UserError, match="training_like_df has no column 'masked'"):
+        trained.evaluate_decoder(training_like_df=trained.data.rows("test").drop(columns="masked"))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -152,9 +157,10 @@ def test_shared_words__are_asked_for_row_by_row(masked_lm, tmp_path):
     frames = demo.feature_data()
     frames["F"].loc[frames["F"].index[:3], "label"] = "they"
     frames["M"].loc[frames["M"].index[:3], "label"] = "they"
-    trainer = make(masked_lm, tmp_path, frames)
-    trainer.train()
-    assert trainer.evaluate_decoder(lrs=RATES)["M"]["strengthen"]
+    trainer = make(masked_lm, tmp_path, frames).train()
+    assert Words.of(trainer.data, trainer.config).row_wise
+    shared = trainer.evaluate_decoder(lrs=RATES)
+    assert shared == make(masked_lm, tmp_path, frames, decoder_eval_targets="label").evaluate_decoder(lrs=RATES)
 
 
 def test_targets__a_class_without_words_or_unknown_is_refused(masked_lm, tmp_path):
