@@ -16,6 +16,7 @@ A single process has a `Comm` as well, and every method is then the identity.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -96,7 +97,7 @@ class Comm:
         control = None
         if dist.get_backend() != "gloo":
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        return cls(
+        joined = cls(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -105,6 +106,8 @@ class Comm:
             store=PrefixStore("gradiend_dist", _get_default_store()),
             meetings=_store_of_rank_0(control),
         )
+        atexit.register(joined.farewell)  # also where a script of a user's simply ends
+        return joined
 
     # --- numbers of a step
 

@@ -8,7 +8,6 @@ DEEPSPEED                  zero     encoder and decoder in a DeepSpeed engine; t
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from dataclasses import dataclass, field
@@ -80,7 +79,6 @@ def _join(timeout: float) -> Launch:
         unset_hf_deepspeed_config()
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     comm = Comm.join(timeout)
-    atexit.register(comm.farewell)
     if comm.world_size != world_size or accelerator.num_processes != world_size:
         raise UserError(
             f"WORLD_SIZE={world_size} but {accelerator.num_processes} processes found each other: launch with "
