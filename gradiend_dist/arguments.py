@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import logging
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ OBJECTIVES = ("auto", "mlm_mask_token", "clm_next_token")
 IGNORED_BY_REFERENCE = (
     "latent_dim", "activation_encoder", "activation_decoder", "bias_decoder", "torch_dtype", "evaluate_fn",
 )  # fmt: skip
+TRACKERS = ("wandb", "tensorboard")
 SCHEDULERS = (
     "constant",
     "constant_with_warmup",
@@ -261,6 +263,27 @@ class SeedArguments:
     seed_stability_topk: int | None = help_field(1000, "Compare the top weights of converged seeds. None: do not.")
     seed_stability_part: str = help_field("decoder-weight", "Weights that are compared.")
     analyze_seed_stability: bool = help_field(False, "Require the comparison of seeds; too few is an error.")
+    only_seed: int | None = help_field(
+        None, "Train this one of the run's seeds and promote nothing: one task of a job array. select_only follows."
+    )
+    select_only: bool = help_field(
+        False, "Train nothing: promote the best of the seeds that only_seed has trained."
+    )
+
+
+@dataclass(kw_only=True)
+class TrackingArguments:
+    """Who is told while a run goes on. metrics.jsonl in experiment_dir has every number in any case."""
+
+    report_to: list[str] | None = help_field(None, f"{' and '.join(TRACKERS)}, or none.")
+    run_name: str | None = help_field(None, "Name of the run in W&B. None: WANDB_NAME, or the experiment's directory.")
+    wandb_project: str | None = help_field(None, "Project in W&B. None: WANDB_PROJECT, or gradiend_dist.")
+    wandb_entity: str | None = help_field(None, "User or team in W&B. None: WANDB_ENTITY, or your default.")
+    wandb_group: str | None = help_field(None, "Group of the run in W&B. None: WANDB_RUN_GROUP.")
+    wandb_tags: list[str] | None = help_field(None, "Tags of the run in W&B. None: WANDB_TAGS.")
+    wandb_notes: str | None = help_field(None, "Notes on the run in W&B. None: WANDB_NOTES.")
+    wandb_seed_runs: str = help_field("one", "one: all seeds as series of one run; grouped: a run for each, grouped.")
+    wandb_log_model: bool = help_field(False, "Upload the promoted model to W&B as an artifact.")
 
 
 @dataclass(kw_only=True)
@@ -301,7 +324,13 @@ class FeatureArguments:
 
 @dataclass(kw_only=True)
 class TrainingArguments(
-    FeatureArguments, ModelArguments, SeedArguments, EvaluationArguments, LoopArguments, OutputArguments
+    FeatureArguments,
+    ModelArguments,
+    TrackingArguments,
+    SeedArguments,
+    EvaluationArguments,
+    LoopArguments,
+    OutputArguments,
 ):
     """Every argument of a training run; see `gradiend-dist train --help` for what each one does."""
 
@@ -318,6 +347,7 @@ class TrainingArguments(
         self._check_loop()
         self._check_evaluation()
         self._check_seeds()
+        self._check_tracking()
         self._check_model()
         if self.behaviour.model_arguments_ignored:
             self._forget_what_the_reference_ignores()
@@ -449,6 +479,39 @@ class TrainingArguments(
             "pass at least 2.",
         )
 
+        last = self.first_seed + self.max_seeds - 1
+        require(
+            self.only_seed is None or self.first_seed <= self.only_seed <= last,
+            f"only_seed={self.only_seed} is none of the seeds {self.first_seed} to {last} of this run: pass one of "
+            "them, or raise max_seeds.",
+        )
+        splits = self.only_seed is not None or self.select_only
+        require(
+            not splits or self.max_seeds > 1,
+            f"only_seed and select_only share out several seeds and max_seeds={self.max_seeds}: raise max_seeds.",
+        )
+        require(
+            not splits or self.experiment_dir is not None,
+            "only_seed and select_only meet in experiment_dir, which is not set: pass it.",
+        )
+        require(
+            not (self.only_seed is not None and self.select_only),
+            "only_seed trains and select_only does not: pass only one of them.",
+        )
+
+    def _check_tracking(self) -> None:
+        for name in self.report_to or ():
+            require_choice("report_to", name, (*TRACKERS, "none"))
+        require_choice("wandb_seed_runs", self.wandb_seed_runs, ("one", "grouped"))
+        require(
+            not self.wandb_log_model or "wandb" in self.trackers,
+            "wandb_log_model uploads to W&B, which report_to does not name: pass report_to wandb.",
+        )
+        require(
+            "tensorboard" not in self.trackers or importlib.util.find_spec("tensorboard") is not None,
+            'report_to=tensorboard needs a package that is not installed: pip install "gradiend_dist[tensorboard]".',
+        )
+
     def _check_model(self) -> None:
         require_choice("prediction_objective", self.prediction_objective, OBJECTIVES)
         require_choice("activation_encoder", self.activation_encoder, ACTIVATIONS)
@@ -499,6 +562,16 @@ class TrainingArguments(
         """Does every seed have a pruned space of its own? Only as the reference has it."""
         config = self.pre_prune_config
         return self.behaviour.pre_prune_by_row_number and config is not None and config.seed is None
+
+    @property
+    def reuses(self) -> bool | str:
+        """May earlier results stand for those of this run? A selection has no others."""
+        return self.use_cache or self.select_only
+
+    @property
+    def trackers(self) -> list[str]:
+        """What report_to names, each once."""
+        return [name for name in dict.fromkeys(self.report_to or ()) if name != "none"]
 
     @property
     def evaluates(self) -> bool:

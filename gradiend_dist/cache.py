@@ -26,6 +26,8 @@ WITHOUT_EFFECT = (
     "fail_on_non_convergence", "seed_runs_dir", "seed_stability_topk", "seed_stability_part",
     "analyze_seed_stability", "trust_remote_code", "save_total_limit", "resume", "ddp_timeout", "decoder_eval_lrs",
     "decoder_eval_feature_factors", "decoder_eval_max_size_training_like", "decoder_eval_max_size_neutral",
+    "report_to", "run_name", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags", "wandb_notes",
+    "wandb_seed_runs", "wandb_log_model", "only_seed", "select_only",
 )  # fmt: skip
 # Seeds themselves do not depend on how many of them there are, nor on when a further one is not needed.
 WITHOUT_EFFECT_ON_A_SEED = (

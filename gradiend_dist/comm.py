@@ -35,6 +35,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from gradiend_dist.clock import Clock
 from gradiend_dist.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Comm:
     """The launcher's: who has failed."""
     meetings: Any = None
     """Rank 0's: who is where."""
+    clock: Clock = field(default_factory=Clock, repr=False)
+    """Counts the time that collectives take; the training loop puts its own here."""
     _count: int = field(default=0, repr=False)
     _left: bool = field(default=False, repr=False)
     _unshared: set[Path] = field(default_factory=set, repr=False)
@@ -327,7 +330,8 @@ class Comm:
     def telling(self, what: str) -> Iterator[None]:
         """A collective that fails is a rank that is gone, not a traceback."""
         try:
-            yield
+            with self.clock.spending("communication"):
+                yield
         except RuntimeError as error:  # what gloo and NCCL raise for a lost peer
             raise PeerLost(f"exchanging {what}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
 import torch
@@ -78,3 +79,20 @@ def _device(name: str, value: str, num_gpus: int) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise UserError(f"{name}={value} does not exist, this machine shows {num_gpus} GPUs: pass another device.")
     return device
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most: on its GPU, or on the host where there is none."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def gpu_utilisation(device: torch.device) -> float | None:
+    """Per cent of the last moments in which the GPU was busy; None without one, or without nvidia-ml-py."""
+    if device.type != "cuda":
+        return None
+    try:
+        return float(torch.cuda.utilization(device))
+    except (ModuleNotFoundError, RuntimeError):
+        return None

@@ -8,3 +8,11 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with 2. Anything else that is raised is a defect of ours.
     """
+
+
+class NotFinite(UserError):
+    """A loss or gradient that is no number: the run stops before a weight is changed by it."""
+
+    def __init__(self, message: str, *, seed: int, step: int) -> None:
+        super().__init__(message)
+        self.seed, self.step = seed, step

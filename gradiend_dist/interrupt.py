@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# torchrun kills a worker 30 seconds after it has told it to end.
-GRACE_SECONDS = 25
+# torchrun kills a worker this long after it has told it to end, unless the variable says otherwise.
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SHUTDOWN_SECONDS = 30
 PR_SET_PDEATHSIG = 1
 
 
@@ -62,6 +63,11 @@ class Interrupt:
         finally:
             self._patient = False
 
+    def served(self) -> None:
+        """The ranks have agreed to stop and save: that may take longer than waiting for a step should."""
+        if threading.current_thread() is threading.main_thread():
+            signal.alarm(0)
+
     def ignore(self) -> None:
         """The process is ending already, and says why: what comes now must not cut it short."""
         if threading.current_thread() is threading.main_thread():
@@ -69,12 +75,20 @@ class Interrupt:
                 signal.signal(number, signal.SIG_IGN)
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        again = number == signal.SIGINT and self.signum == signal.SIGINT
-        if number == signal.SIGALRM or again or not self._patient:
-            raise Preempted(number if number != signal.SIGALRM else self.signum, None)
-        if not self.signum:
-            self.signum = number
-            signal.alarm(GRACE_SECONDS)
+        if number == signal.SIGALRM or (number == signal.SIGINT and self.signum == signal.SIGINT):
+            raise Preempted(self.signum, None)
+        if self.signum:
+            return  # a scheduler says it again until the job has ended
+        self.signum = number
+        if not self._patient:
+            raise Preempted(number, None)
+        signal.alarm(grace_seconds())
+
+
+def grace_seconds() -> int:
+    """How long a request may wait for the next step: somewhat less than the launcher waits for this process."""
+    allowed = os.environ.get(SHUTDOWN, "")
+    return max(1, (int(allowed) if allowed.isdigit() else SHUTDOWN_SECONDS) - 5)
 
 
 def _follow_the_launcher() -> None:

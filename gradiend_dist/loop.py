@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,18 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, get_sche
 
 from gradiend_dist.arguments import TrainingArguments
 from gradiend_dist.checkpoint import save_model
+from gradiend_dist.clock import Clock
+from gradiend_dist.devices import gpu_utilisation, peak_memory
 from gradiend_dist.engines import Engine, GradiendBatch
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import NotFinite
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.evaluation.metrics import flip
 from gradiend_dist.gradients import GradientSource, Item, ItemRows
+from gradiend_dist.health import History, signals
 from gradiend_dist.model import ODD_ACTIVATIONS, ModelWithGradiend
 from gradiend_dist.schedule import Schedule
 from gradiend_dist.state import StateKeeper, plain_fields
+from gradiend_dist.tracking import Tracking
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,9 @@ class SeedRun:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
+    utilisation: list[float] = field(default_factory=list)
+    alerts: list[str] = field(default_factory=list)
+    """Kinds that were told already."""
     best: Best = field(default_factory=Best)
     stopped: bool = False
     unread: list[tuple[int, Tensor, str]] = field(default_factory=list)
@@ -135,6 +140,8 @@ class SeedRun:
             "losses": self.losses,
             "grad_norms": self.grad_norms,
             "learning_rates": self.learning_rates,
+            "utilisation": self.utilisation,
+            "alerts": self.alerts,
             "best": plain_fields(self.best),
             "stopped": self.stopped,
             "state": plain_fields(self.state),
@@ -145,6 +152,7 @@ class SeedRun:
     def restore(self, found: dict[str, Any]) -> None:
         self.stats, self.losses, self.stopped = found["stats"], found["losses"], found["stopped"]
         self.grad_norms, self.learning_rates = found["grad_norms"], found["learning_rates"]
+        self.utilisation, self.alerts = found["utilisation"], found["alerts"]
         for target, fields in (
             (self.best, found["best"]),
             (self.state, found["state"]),
@@ -162,41 +170,18 @@ class SeedRun:
         values = torch.stack([output for _, output, _ in self.unread]).cpu().tolist()
         for (step, _, names), (loss, grad_norm, encoder_norm, decoder_norm) in zip(self.unread, values, strict=True):
             if not all(abs(v) < float("inf") for v in (loss, grad_norm)):  # False for NaN as well
-                raise UserError(
+                raise NotFinite(
                     f"The loss or its gradient is not finite at step {step} of seed {self.seed} (loss {loss}, gradient "
                     f"norm {grad_norm}): no weight was changed by it; it came from {names}. Lower learning_rate, or "
-                    "check these rows."
+                    "check these rows.",
+                    seed=self.seed,
+                    step=step,
                 )
             self.losses.append(loss)
             self.grad_norms.append(grad_norm)
             self.stats["encoder_norms"][step] = encoder_norm
             self.stats["decoder_norms"][step] = decoder_norm
         self.unread.clear()
-
-
-class Clock:
-    """Seconds by what they were spent on, under the reference's names."""
-
-    def __init__(self) -> None:
-        self.seconds = {"data_preparation": 0.0, "model_with_gradiend": 0.0, "eval": 0.0, "save": 0.0, "total": 0.0}
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def spending(self, what: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.perf_counter() - start
-
-    def go_on(self, seconds: dict[str, float]) -> None:
-        """After those of an earlier process."""
-        self.seconds = dict(seconds)
-        self._start = time.perf_counter() - seconds["total"]
-
-    def as_dict(self) -> dict[str, float]:
-        self.seconds["total"] = time.perf_counter() - self._start
-        return dict(self.seconds)
 
 
 class TrainingLoop:
@@ -211,16 +196,21 @@ class TrainingLoop:
         gradients: GradientSource,
         evaluation: EncoderEvaluation | None,
         keeper: StateKeeper,
+        tracking: Tracking,
         *,
         more_seeds_follow: bool = False,
     ) -> None:
         self.args, self.runs, self.plan = args, list(runs), plan
         self.rows, self.gradients, self.evaluation = rows, gradients, evaluation
-        self.keeper, self.comm = keeper, keeper.comm
+        self.keeper, self.comm, self.tracking = keeper, keeper.comm, tracking
         self.keep = more_seeds_follow or plan.visits_items_again()
         only_supervised = args.behaviour.loss_only_supervised
         self.by_loss = args.supervised_decoder if only_supervised else args.convergent_metric == "loss"
-        self.clock = Clock()
+        self.clock = self.comm.clock = Clock(on_gpu=self._is_on_one_gpu())
+        self._since: tuple[int, int, dict[str, float]] = (0, 0, {})
+        """Step, rows and seconds when speed was last looked at."""
+        self._speed: tuple[int, dict[str, float]] = (0, {})
+        self._num_rows = 0
         self._items: dict[int, Item] = {}
         self._visited = plan.visited()
         self._whole_items = self._can_keep_whole_items()
@@ -233,6 +223,7 @@ class TrainingLoop:
         for run in self.runs:
             self._begin(run)
         done = self.keeper.load(self)
+        self.tracking.begin([run.seed for run in self.runs], done)
         if self.evaluation is not None and done and self.args.evaluate_fn is None:
             self.evaluation.encode(self._encoder(self.runs[0]))  # its gradients are kept first, as at step 0
         elif self.evaluation is not None and not done:
@@ -255,6 +246,7 @@ class TrainingLoop:
 
     def _train(self, done: int, bar: Any) -> None:
         """The steps after the first `done` ones."""
+        self._since = (done, 0, self._seconds())
         current = -1
         for step, epoch, batches in self.plan.steps():
             if step <= done:
@@ -294,6 +286,12 @@ class TrainingLoop:
         for run, found in zip(self.runs, progress["runs"], strict=True):
             run.restore(found)
 
+    def _is_on_one_gpu(self) -> bool:
+        """Do all sections queue on one device? Over several, single sections cannot be told apart without waiting."""
+        model = self.runs[0].model.gradiend
+        devices = {self.gradients.base.device, model.device_encoder, model.device_decoder}
+        return len(devices) == 1 and self.gradients.base.device.type == "cuda"
+
     def _make_scheduler(self) -> Any:
         """Hugging Face's schedulers want an optimizer: one without weights carries the learning rate."""
         carrier = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
@@ -307,9 +305,9 @@ class TrainingLoop:
         for run in active:
             run.state.epoch = epoch
             self._fire(run, "on_step_begin")
-        with self.clock.spending("data_preparation"):
+        with self.clock.spending("data"):
             batches, names = self._gather(numbers)
-        with self.clock.spending("model_with_gradiend"):
+        with self.clock.spending("gradiend"):
             for run in active:
                 run.unread.append((step, run.engine.step(batches, learning_rate), names))
                 run.learning_rates.append(learning_rate)
@@ -327,7 +325,9 @@ class TrainingLoop:
             for number in batch:
                 item = self._item(number)
                 names.append(f"item {number} ({item.name})")
-                source, target = self._source_and_target(number)
+                self._num_rows += len(item.rows)
+                with self.clock.spending("base_gradient"):
+                    source, target = self._source_and_target(number)
                 # A vector that was not kept is overwritten by the next item's.
                 sources.append(source if single or source is None else source.clone())
                 targets.append(target if single or target is None else target.clone())
@@ -417,7 +417,7 @@ class TrainingLoop:
     def _evaluate(self, run: SeedRun, step: int, epoch: int) -> None:
         """Evaluate, turn the encoding if it is upside down, remember the result, keep the checkpoint if it is best."""
         assert self.evaluation is not None
-        with self.clock.spending("eval"):
+        with self.clock.spending("evaluation"):
             if self.args.evaluate_fn is not None:
                 metrics = dict(self.args.evaluate_fn(run.model))
             else:
@@ -434,7 +434,13 @@ class TrainingLoop:
             metrics["correlation"],
             ", ".join(f"{k:+.0f}: {v:.3f}" for k, v in sorted(metrics.get("mean_by_class", {}).items())),
         )
+        self._track_evaluation(run, step, metrics)
         self._tell_callbacks(run, metrics)
+
+    def _track_evaluation(self, run: SeedRun, step: int, metrics: dict[str, Any]) -> None:
+        names = metrics.get("label_value_to_class_name", {})
+        means = {f"mean_encoding/{names.get(k, k)}": mean for k, mean in metrics.get("mean_by_class", {}).items()}
+        self.tracking.row(run.seed, step, {"correlation": metrics["correlation"], **means})
 
     def _tell_callbacks(self, run: SeedRun, metrics: dict[str, Any]) -> None:
         """Callbacks compare with the best value before this one; only then is it updated."""
@@ -509,16 +515,15 @@ class TrainingLoop:
 
     def _log(self, run: SeedRun, step: int) -> None:
         recent = run.losses[-self.args.logging_steps :]
-        seconds = self.clock.as_dict()
-        items_per_second = step * self.plan.items_per_batch * self.plan.batches_per_step / seconds["total"]
         logs = {
             "loss": sum(recent) / len(recent),
             "grad_norm": run.grad_norms[-1],
             "learning_rate": run.learning_rates[-1],
             "encoder_norm": run.stats["encoder_norms"][step],
             "decoder_norm": run.stats["decoder_norms"][step],
-            "items_per_second": items_per_second,
         }
+        speed = self._look_at_speed(step)
+        logs["gradients_per_second"] = speed["gradients_per_second"]
         run.state.log_history.append({**logs, "step": step})
         logger.info(
             "seed %d step %d/%d: %s",
@@ -527,7 +532,57 @@ class TrainingLoop:
             self.plan.total_steps,
             ", ".join(f"{name} {value:.4g}" for name, value in logs.items()),
         )
+        self.tracking.row(run.seed, step, {**logs, **speed})
+        self._look_after(run, step, speed)
         self._fire(run, "on_log", logs=logs)
+
+    def _seconds(self) -> dict[str, float]:
+        return {"total": self.clock.total(), **self.clock.sections()}
+
+    def _look_at_speed(self, step: int) -> dict[str, float]:
+        """Means per step since the last look, and the fullest rank's memory; one look serves all seeds of a step."""
+        if self._speed[0] == step:
+            return self._speed[1]
+        last_step, last_rows, before = self._since
+        now = self._seconds()
+        steps = max(1, step - last_step)
+        spent = {name: (now[name] - before[name]) / steps for name in now}
+        total = max(spent.pop("total"), 1e-9)
+        rows = (self._num_rows - last_rows) / steps
+        device = self.gradients.base.device
+        utilisation = gpu_utilisation(device)
+        memory, idle = self.comm.largest(peak_memory(device) / 2**30, 100.0 - (utilisation or 0.0))
+        found = {
+            "step_seconds": total,
+            **{f"seconds/{name}": seconds for name, seconds in spent.items()},
+            "gradients_per_second": self.plan.items_per_batch * self.plan.batches_per_step / total,
+            "rows_per_second": rows / total,
+            "memory_gib": memory,
+        }
+        if utilisation is not None:
+            found["gpu_utilisation"] = 100.0 - idle  # of the least busy one
+        self._since, self._speed = (step, self._num_rows, now), (step, found)
+        return found
+
+    def _look_after(self, run: SeedRun, step: int, speed: dict[str, float]) -> None:
+        """Tell each kind of ill health once, with its remedy."""
+        if "gpu_utilisation" in speed:
+            run.utilisation.append(speed["gpu_utilisation"])
+        history = History(
+            run.losses,
+            run.grad_norms,
+            run.learning_rates,
+            run.stats["scores"],
+            self.plan.total_steps,
+            window=self.args.logging_steps,
+            threshold=self.args.convergent_score_threshold if not self.by_loss else None,
+            utilisation=run.utilisation,
+        )
+        for signal in signals(history):
+            if signal.kind not in run.alerts:
+                run.alerts.append(signal.kind)
+                logger.warning("seed %d step %d: %s", run.seed, step, signal.text)
+                self.tracking.alert(run.seed, step, signal.kind, signal.text, len(run.alerts))
 
     def _begin(self, run: SeedRun) -> None:
         run.state.is_world_process_zero = run.state.is_local_process_zero = self.comm.is_first

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from gradiend_dist.rewriting import (
     save_rewritten,
 )
 from gradiend_dist.space import ParameterSpace, Part
+
+logger = logging.getLogger(__name__)
 
 _ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
@@ -579,6 +582,8 @@ def load_base_model(
 
     from gradiend_dist.objectives import is_causal
 
+    if trust_remote_code:
+        logger.warning("trust_remote_code=true: code that comes with %s runs on this machine with your rights", path)
     config = load_base_config(path, trust_remote_code=trust_remote_code)
     tokenizer = _load_tokenizer(path, trust_remote_code)
     kind = AutoModelForCausalLM if is_causal(config, tokenizer) else AutoModelForMaskedLM

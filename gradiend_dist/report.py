@@ -54,16 +54,15 @@ def counts(transitions: Any) -> str:
 def results(trainer: TextPredictionTrainer, plot: Path | None) -> str:
     """The table of seeds, the selected one marked, and where everything is."""
     record = trainer.get_training_stats()
-    names = record["training_stats"].get("label_value_to_class_name", {})
     report = trainer.seed_runs_dir / REPORT
     runs = read_json(report)["runs"] if trainer.args.max_seeds > 1 and report.exists() else None
     selected = record["seed"]
-    rows = [_row(entry, read_json(Path(entry["output_dir"]) / "training.json"), selected) for entry in runs or ()]
+    seed_dirs = [trainer.places.seed(entry["seed"], trainer.args) for entry in runs or ()]
+    records = [read_json(path / "training.json") for path in seed_dirs]
+    rows = [_row(entry, found, selected) for entry, found in zip(runs or (), records, strict=True)]
     if runs is None:
         rows = [_row(None, record, selected)]
-    classes = " / ".join(str(names.get(label, label)) for label in sorted(names, key=float, reverse=True))
-    header = ("seed", "converged", "best step", "correlation", f"mean encoding {classes}", "last loss", "")
-    out = [table(header, rows), ""]
+    out = [table(_header(record), rows), ""]
     out.append(f"  model        {trainer.model_path}")
     if runs is not None:
         out.append(f"  seed report  {report}")
@@ -72,7 +71,24 @@ def results(trainer: TextPredictionTrainer, plot: Path | None) -> str:
     return "\n".join(out)
 
 
-def _row(entry: dict[str, Any] | None, record: dict[str, Any], selected: int) -> tuple[str, ...]:
+def one_seed(trainer: TextPredictionTrainer) -> str:
+    """What a task of a job array has to show: its seed."""
+    seed = trainer.args.only_seed
+    assert seed is not None
+    path = trainer.places.seed(seed, trainer.args)
+    record = read_json(path / "training.json")
+    rows = [_row(None, record, None)]
+    where = f"  model of seed {seed}  {path}\n  --select_only true promotes the best seed"
+    return f"{table(_header(record), rows)}\n\n{where}"
+
+
+def _header(record: dict[str, Any]) -> tuple[str, ...]:
+    names = record["training_stats"].get("label_value_to_class_name", {})
+    classes = " / ".join(str(names.get(label, label)) for label in sorted(names, key=float, reverse=True))
+    return ("seed", "converged", "best step", "correlation", f"mean encoding {classes}", "last loss", "")
+
+
+def _row(entry: dict[str, Any] | None, record: dict[str, Any], selected: int | None) -> tuple[str, ...]:
     best = record["best_score_checkpoint"]
     means = record["training_stats"].get("mean_by_class", {}).get(str(best["global_step"]), {})
     ordered = sorted(means.items(), key=lambda pair: float(pair[0]), reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import shutil
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from gradiend_dist import cache, seeds
 from gradiend_dist.arguments import PostPruneConfig, TrainingArguments, require
 from gradiend_dist.checkpoint import TRAINING, restore_weights, save_model
 from gradiend_dist.engines import StepOptions
-from gradiend_dist.files import explained, read_json, write_json
+from gradiend_dist.files import explained, jsonable, read_json, write_json
 from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, own_copies
 from gradiend_dist.pruning import post_prune
@@ -24,6 +25,7 @@ from gradiend_dist.schedule import make_schedule
 from gradiend_dist.seeds import SeedResult
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.state import StateKeeper
+from gradiend_dist.tracking import Tracking
 from gradiend_dist.workbench import Workbench
 
 logger = logging.getLogger(__name__)
@@ -41,10 +43,15 @@ class Places:
     experiment: Path | None
     """None: the results are in a temporary directory."""
 
+    def state(self, args: TrainingArguments) -> Path | None:
+        """What an unfinished run goes on from; tasks of a job array have one each."""
+        name = "state" if args.only_seed is None else f"state_seed_{args.only_seed}"
+        return None if self.experiment is None else self.experiment / name
+
     @property
-    def state(self) -> Path | None:
-        """What an unfinished run goes on from."""
-        return None if self.experiment is None else self.experiment / "state"
+    def logs(self) -> Path:
+        """Where metrics and plots go."""
+        return self.seeds if self.experiment is None else self.experiment
 
     def seed(self, seed: int, args: TrainingArguments) -> Path:
         """A seed's own directory; a single seed is promoted where it stands."""
@@ -62,12 +69,13 @@ class SeedTraining:
         fingerprint: dict[str, Any],
         callbacks: Sequence[TrainerCallback],
         interrupt: Interrupt,
+        facts: dict[str, Any],
     ) -> None:
         self.args, self.bench, self.places = args, bench, places
-        self.fingerprint, self.callbacks = fingerprint, callbacks
+        self.fingerprint, self.callbacks, self.facts = fingerprint, callbacks, facts
         self.comm = bench.comm
         self.keeper = StateKeeper(
-            places.state,
+            places.state(args),
             self.comm,
             keep=args.save_total_limit,
             save_steps=None if args.save_strategy == "no" else args.save_steps,
@@ -89,11 +97,32 @@ class SeedTraining:
             resume=self.args.resume,
         )
         self.bench.budget_bytes = self.keeper.store_bytes
-        if self.keeper.promoted:
-            return self._clear_up_after_promotion()
-        all_seeds = [self.args.first_seed + i for i in range(self.args.max_seeds)]
+        with self._tracking() as tracking:
+            results = self._reported() if self.keeper.promoted else self._train_all(tracking)
+            if self.args.only_seed is None:
+                self._finish(results)
+                self._track(results, tracking)
+        self.keeper.close()
+        return results
+
+    def _tracking(self) -> Tracking:
+        facts = {
+            **self.facts,
+            "engine": self.bench.spread.launch.engine,
+            "base_model_sharded": self.bench.spread.launch.shards_base,
+            "world_size": self.comm.world_size,
+            "space_size": self.bench.space.size,
+        }
+        return Tracking(self.args, self.comm, self.places.logs, self.keeper.tracker_run_id, facts)
+
+    def _train_all(self, tracking: Tracking) -> list[SeedResult]:
+        """The seeds of this process in order, each judged before the next."""
+        all_seeds = self._seeds()
         cached = [s for s in all_seeds if s in self.keeper.seeds_done or self._is_reusable(s)]
         to_train = [s for s in all_seeds if s not in cached]
+        if self.args.select_only:
+            require(not to_train, _missing_seeds(to_train, self.places))
+        tracking.reuse(cached)
         together = self._in_parallel(to_train)
         records: dict[int, dict[str, Any]] = {}
         results: list[SeedResult] = []
@@ -101,31 +130,62 @@ class SeedTraining:
             if seed in to_train and seed not in records:
                 group = to_train if together else [seed]
                 later = [s for s in to_train if s > group[-1]]
-                records.update(self._train_group(group, more_follow=bool(later)))
+                records.update(self._train_group(group, tracking, more_follow=bool(later)))
                 self.keeper.seed_is_done(group)
             results.append(self._result(seed, records.get(seed), results))
             logger.info("seed %d: %s (%s)", seed, *_verdict_words(results[-1]))
-            if seeds.enough(results, self.args) is not None:
+            tracking.seed_summary(seed, _seed_summary(results[-1]))
+            if not self.args.select_only and seeds.enough(results, self.args) is not None:
                 self._drop([s for s in all_seeds if s > seed and (s in records or s in self.keeper.seeds_done)])
                 break
-        self._finish(results)
-        self.keeper.close()
         return results
 
-    def _clear_up_after_promotion(self) -> list[SeedResult]:
+    def _seeds(self) -> list[int]:
+        if self.args.only_seed is not None:
+            return [self.args.only_seed]
+        return [self.args.first_seed + i for i in range(self.args.max_seeds)]
+
+    def _track(self, results: list[SeedResult], tracking: Tracking) -> None:
+        """The end of the run, for those who watch it."""
+        best, score, _ = seeds.select_best(results, self.args)
+        count = sum(result.verdict.converged for result in results)
+        values = {
+            "best_seed": best.seed,
+            "selection_score": score,
+            "converged": best.verdict.converged,
+            "convergent_count": count,
+            "best_step": best.record["best_score_checkpoint"]["global_step"],
+            "space_size": self.bench.space.size,
+            "pruned_size": best.record["cache_fingerprint"]["gradiend_input_dim"],
+        }
+        rows = [{"seed": r.seed, **_seed_summary(r), "selected": r.seed == best.seed} for r in results]
+        images = self._plots(results, best) if self.comm.is_first and self.args.trackers else {}
+        tracking.summary(values, rows, images, self.places.model)
+
+    def _plots(self, results: list[SeedResult], best: SeedResult) -> dict[str, Path]:
+        if importlib.util.find_spec("matplotlib") is None:
+            return {}
+        from gradiend_dist.plots import plot_seed_convergence, plot_training_convergence
+
+        records = [(result.seed, jsonable(result.record)) for result in results]
+        name = "training_convergence"
+        found = {name: plot_training_convergence(dict(records)[best.seed], self.places.logs / f"{name}.png")}
+        if len(records) > 1:
+            name = "seed_convergence"
+            found[name] = plot_seed_convergence(records, best.seed, self.places.logs / f"{name}.png")
+        return {f"plots/{name}": path for name, path in found.items()}
+
+    def _reported(self) -> list[SeedResult]:
         """The run was killed between promotion and its end: seeds may be stripped already, so the report speaks."""
 
         def read() -> list[SeedResult]:
             entries = read_json(self.places.seeds / seeds.REPORT)["runs"]
-            return [self._reported(entry) for entry in entries]
+            return [self._reported_seed(entry) for entry in entries]
 
-        results = self.comm.first("reading the report on the seeds", read)
-        self._finish(results)
-        self.keeper.close()
-        return results
+        return self.comm.first("reading the report on the seeds", read)
 
-    def _reported(self, entry: dict[str, Any]) -> SeedResult:
-        path = Path(entry["output_dir"])
+    def _reported_seed(self, entry: dict[str, Any]) -> SeedResult:
+        path = self._seed_path(entry["seed"])
         record = read_json(path / TRAINING)
         verdict = seeds.judge(record, self.args, among_seeds=True)
         return SeedResult(entry["seed"], path, record, entry["trained"], verdict, entry["eval_correlation"])
@@ -134,7 +194,7 @@ class SeedTraining:
         path = self._seed_path(seed)
         return self.comm.first(
             f"looking at {path}",
-            lambda: cache.reusable(path, self.fingerprint, self.args.use_cache, of_one_seed=True),
+            lambda: cache.reusable(path, self.fingerprint, self.args.reuses, of_one_seed=True),
         )
 
     def _in_parallel(self, to_train: list[int]) -> bool:
@@ -188,7 +248,7 @@ class SeedTraining:
     def _seed_path(self, seed: int) -> Path:
         return self.places.seed(seed, self.args)
 
-    def _train_group(self, group: list[int], *, more_follow: bool) -> dict[int, dict[str, Any]]:
+    def _train_group(self, group: list[int], tracking: Tracking, *, more_follow: bool) -> dict[int, dict[str, Any]]:
         """Train these seeds on one stream of gradients; their outputs are complete afterwards."""
         bench, args = self.bench, self.args
         space = self._space(group[0])
@@ -211,6 +271,7 @@ class SeedTraining:
             bench.gradients(space),
             evaluation,
             self.keeper,
+            tracking,
             more_seeds_follow=more_follow,
         )
         loop.run()
@@ -310,6 +371,24 @@ def check_mask(config: PostPruneConfig, space: ParameterSpace) -> None:
         f"post_prune_config.mask has {0 if mask is None else len(mask)} entries and the trained space {space.size}: "
         "pass as many.",
     )
+
+
+def _missing_seeds(missing: list[int], places: Places) -> str:
+    names = ", ".join(map(str, missing))
+    return (
+        f"select_only finds no finished model of seed {names} in {places.seeds} that was trained with these arguments: "
+        "train it with only_seed, or leave select_only out."
+    )
+
+
+def _seed_summary(result: SeedResult) -> dict[str, Any]:
+    best = result.record["best_score_checkpoint"]
+    return {
+        "converged": result.verdict.converged,
+        "best_step": best["global_step"],
+        "best_correlation": best["correlation"],
+        "selection_score": result.selection_score,
+    }
 
 
 def _verdict_words(result: SeedResult) -> tuple[str, str]:

@@ -1,9 +1,11 @@
 """Training state: what a run that was killed goes on from, also on another number of ranks.
 
     state/run.json         all that the run depends on, by name; what is done
-    state/space.*          the pruned space, once it is known
+    state/*space*          the pruned space, once it is known
     state/step_000120/     the state after a step: tensors by torch.distributed.checkpoint (DeepSpeed's own under ZeRO),
                            the history of each seed, the random generators; complete.json is written last
+
+Besides the tensors, everything is JSON or safetensors: reading a state runs no code.
 
 The directory exists while a run is unfinished. Tensors of size n are saved as ranges of the whole vector, so that any
 number of ranks can read them. A step's directory is renamed into place when everything in it is complete, and older
@@ -13,8 +15,11 @@ ones are deleted after that.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
+import pickle
 import random
 import secrets
 import shutil
@@ -30,10 +35,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -52,11 +59,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN = "run.json"
-SPACE = "space.pt"
+SPACE = "space.safetensors"
 COMPLETE = "complete.json"
-PROGRESS = "progress.pt"
+PROGRESS = "progress.json"
 TRIGGER = "SAVE_STATE"
-FORMAT = 1
+FORMAT = 2
+PAIRS = "pairs of key and value"
 # Ranks ask each other whether anyone was told to stop about this often, not at every short step.
 LOOK_SECONDS = 0.5
 
@@ -113,6 +121,29 @@ class CutTensor(torch.Tensor):
             if chunk.offsets == index.offset:
                 return self.plain()[own]
         raise AssertionError(f"{index} is not of this rank")
+
+
+class SafeUnpickler(pickle.Unpickler):
+    """Reads what torch.distributed.checkpoint notes about its tensors, and nothing that could run code."""
+
+    NAMES = {"torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch.serialization": "_get_layout"}
+
+    def find_class(self, module: str, name: str) -> Any:
+        described = module == "torch.distributed.checkpoint.metadata" or self.NAMES.get(module) == name
+        plain = (module, name) in (("torch", "Size"), ("collections", "OrderedDict"))
+        path = module == "pathlib" and name.endswith("Path")
+        if described or plain or path or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a training state")
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader loads tensors with weights_only; its own notes it would unpickle as they are."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
+            SafeUnpickler(stream).load()  # raises for what must not be there; then the reader's own way is safe
+        return super().read_metadata(*args, **kwargs)
 
 
 class AlreadyStaged(AsyncStager):
@@ -189,7 +220,8 @@ class StateKeeper:
             self.run = found
             logger.info("going on with the unfinished run in %s", self.directory)
             return
-        own = {"world_size": self.comm.world_size, "store_bytes": store_bytes, "tracker_run_id": secrets.token_hex(8)}
+        name = _tracker_run_id(self.directory, wanted["depends_on"])
+        own = {"world_size": self.comm.world_size, "store_bytes": store_bytes, "tracker_run_id": name}
         self.run = self.comm.decide({**wanted, **own, "seeds_done": [], "promoted": False})
 
     def _require_same(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -262,9 +294,10 @@ class StateKeeper:
 
     def _write_space(self, name: str, space: ParameterSpace) -> None:
         assert self.directory is not None
-        selected = [(weight.name, weight.shape, weight.selected) for weight in space.weights]
+        selected = {str(i): w.selected.cpu() for i, w in enumerate(space.weights) if w.selected is not None}
+        weights = json.dumps([(weight.name, weight.shape) for weight in space.weights])
         partial = self.directory / f".{name}_{SPACE}"
-        torch.save(selected, partial)
+        save_file(selected, partial, metadata={"weights": weights})
         partial.replace(self.directory / f"{name}_{SPACE}")
 
     def find_space(self, name: str) -> ParameterSpace | None:
@@ -275,11 +308,11 @@ class StateKeeper:
             return None
         selected = None
         if self.comm.is_first or path.is_file():
-            with contextlib.suppress(RuntimeError, EOFError, OSError):
-                selected = torch.load(path, weights_only=True)
+            with contextlib.suppress(SafetensorError, OSError, ValueError):
+                selected = _read_space(path)
         if not self.comm.all_agree(selected is not None):
             selected = self.comm.decide(selected)
-        return None if selected is None else ParameterSpace([(n, tuple(shape), s) for n, shape, s in selected])
+        return None if selected is None else ParameterSpace(selected)
 
     # --- the state after a step
 
@@ -291,6 +324,8 @@ class StateKeeper:
             if stop:
                 raise Preempted(stop, None)
             return
+        if stop:
+            self.interrupt.served()
         if stop or asked or due:
             self.save(loop, step, wait=bool(stop))
         if asked:
@@ -330,10 +365,10 @@ class StateKeeper:
             self._warn_unshared()
             return
         with explained(partial):
-            torch.save(_generators(), partial / f"generators_{self.comm.rank}.pt")
+            _write_plain(partial / f"generators_{self.comm.rank}.json", _generators())
             progress = loop.progress(step)
             if self.comm.is_first:
-                torch.save(progress, partial / PROGRESS)
+                _write_plain(partial / PROGRESS, progress)
                 for seed, best in loop.best_paths().items():
                     link_tree(best, partial / f"best_{seed}")
             future = self._save_engines([(run.seed, run.engine) for run in loop.runs], partial)
@@ -439,7 +474,7 @@ class StateKeeper:
     def _try_to_load(self, loop: TrainingLoop, path: Path) -> int | None:
         progress = None
         if self.comm.everyone_sees(path / PROGRESS):
-            progress = torch.load(path / PROGRESS, weights_only=True)
+            progress = _read_plain(path / PROGRESS)
         if progress is None or progress["seeds"] != [run.seed for run in loop.runs]:
             return None
         tensors: dict[str, Any] = {}
@@ -456,9 +491,9 @@ class StateKeeper:
             self._load_tensors(tensors, path / "tensors")
         loop.restore(progress)
         self.comm.first("bringing back the best checkpoints", lambda: self._bring_back(loop, path))
-        own = path / f"generators_{self.comm.rank}.pt"
+        own = path / f"generators_{self.comm.rank}.json"
         if own.is_file():
-            _set_generators(torch.load(own, weights_only=True))
+            _set_generators(_read_plain(own))
         return int(progress["step"])
 
     def _load_tensors(self, tensors: dict[str, Any], path: Path) -> None:
@@ -466,12 +501,20 @@ class StateKeeper:
         try:
             load(
                 tensors,
-                storage_reader=FileSystemReader(path),
+                storage_reader=SafeReader(path),
                 process_group=self.comm.control,
                 no_dist=self.comm.is_alone,
             )
-        except CheckpointException as error:
+        except (CheckpointException, pickle.UnpicklingError) as error:
             raise UserError(f"The state {path} is damaged: pass --resume false to start anew.") from error
+
+
+def _tracker_run_id(directory: Path, depends_on: dict[str, Any]) -> str:
+    """A new one; in a Slurm job the same after each restart, also before there is a state that could hold it."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return secrets.token_hex(8)
+    job = [os.environ.get("SLURM_CLUSTER_NAME"), os.environ["SLURM_JOB_ID"], str(directory.resolve()), depends_on]
+    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def link_tree(source: Path, target: Path) -> None:
@@ -526,21 +569,51 @@ def _generators() -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state()
     version, numbers, gauss = random.getstate()
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None,
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "python": [version, list(numbers), gauss],
     }
 
 
 def _set_generators(found: dict[str, Any]) -> None:
-    torch.set_rng_state(found["torch"])
+    torch.set_rng_state(torch.tensor(found["torch"], dtype=torch.uint8))
     if found["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
+        torch.cuda.set_rng_state(torch.tensor(found["cuda"], dtype=torch.uint8))
     kind, keys, *rest = found["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     version, numbers, gauss = found["python"]
     random.setstate((version, tuple(numbers), gauss))
+
+
+def _read_space(path: Path) -> list[tuple[str, tuple[int, ...], Tensor | None]]:
+    with safe_open(str(path), framework="pt") as file:
+        weights = json.loads((file.metadata() or {})["weights"])
+        kept = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no mapping
+    return [(name, tuple(shape), kept.get(str(i))) for i, (name, shape) in enumerate(weights)]
+
+
+def _write_plain(path: Path, value: Any) -> None:
+    """Plain values to the last bit: numbers as Python writes them, and dicts by pairs where keys are numbers."""
+    path.write_text(json.dumps(_paired(value)), encoding="utf-8")
+
+
+def _read_plain(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"), object_hook=_unpaired)
+
+
+def _paired(value: Any) -> Any:
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _paired(item) for key, item in value.items()}
+        return {PAIRS: [[key, _paired(item)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_paired(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _unpaired(value: dict[str, Any]) -> dict[Any, Any]:
+    return dict(value[PAIRS]) if value.keys() == {PAIRS} else value
 
 
 def plain_fields(value: Any) -> dict[str, Any]:

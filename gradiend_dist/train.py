@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,6 +97,7 @@ def make_parser() -> CommandParser:
             "training loop": arguments.LoopArguments,
             "evaluation": arguments.EvaluationArguments,
             "seeds": arguments.SeedArguments,
+            "tracking": arguments.TrackingArguments,
             "pruning and fidelity": RunOptions,
             "output": arguments.OutputArguments,
         },
@@ -157,7 +157,11 @@ def run(command: Command, interrupt: Interrupt) -> int:
         return 0
     trainer.interrupt = interrupt
     trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
-    if comm.is_first:
+    if command.args.select_only and comm.is_first and trainer.experiment_dir is not None:
+        write_text(trainer.experiment_dir / CONFIG_FILE, resolved(command))
+    if comm.is_first and command.args.only_seed is not None:
+        print(report.one_seed(trainer))
+    elif comm.is_first:
         plot = trainer.plot_training_convergence(show=False) if draws else None
         if not draws:
             logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
@@ -201,29 +205,15 @@ class KeepConfig(TrainerCallback):
 def resolved(command: Command) -> str:
     """The whole configuration, ready to be run again as it is."""
     from gradiend_dist import __version__
+    from gradiend_dist.facts import git_hash
 
-    values = {"model": command.model}
+    values: dict[str, Any] = {"model": command.model}
     for name in (item.name for item in dataclasses.fields(FeatureOptions) if item.name != "model"):
         values[name] = getattr(command.config, name)
-    values.update(command.args.to_dict())
+    # As one run: this may be a task of an array, or the selection after it.
+    values.update({**command.args.to_dict(), "only_seed": None, "select_only": False})
     header = f"# gradiend_dist {__version__}, git {git_hash()}\n# again: gradiend-dist train --config {CONFIG_FILE}\n"
     return header + yaml.safe_dump(jsonable(values), sort_keys=False, allow_unicode=True)
-
-
-def git_hash() -> str:
-    """The commit of the source tree, if this is one."""
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found.stdout.strip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from transformers import TrainerCallback
 
-from gradiend_dist import cache, seeds
+from gradiend_dist import cache, facts, seeds
 from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, from_mapping, require
 from gradiend_dist.checkpoint import (
     TRAINING,
@@ -216,14 +216,33 @@ class TextPredictionTrainer:
         self._trained = None
         wanted = cache.fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
         path = self.model_path
-        if self.comm.first(f"looking at {path}", lambda: cache.reusable(path, wanted, self.args.use_cache)):
+        if self.comm.first(f"looking at {path}", lambda: cache.reusable(path, wanted, self.args.reuses)):
             logger.info("%s is reused: it was trained with the same arguments, model and data", path)
             self._has_trained = True
             return self
-        results = SeedTraining(self.args, self.workbench, self.places, wanted, callbacks, self.interrupt).run()
-        self._has_trained = True
-        seeds.check_convergence(results, self.args)
+        training = SeedTraining(
+            self.args, self.workbench, self.places, wanted, callbacks, self.interrupt, self._facts()
+        )
+        results = training.run()
+        if self.args.only_seed is None:
+            self._has_trained = True
+            seeds.check_convergence(results, self.args)
         return self
+
+    def _facts(self) -> dict[str, Any]:
+        """What trackers show of the run besides its numbers."""
+        feature = {item.name: getattr(self.config, item.name) for item in dataclasses.fields(self.config)}
+        plain = {name: value for name, value in feature.items() if not isinstance(value, pd.DataFrame | dict)}
+        return {
+            **plain,
+            **self.args.to_dict(),
+            "model": self.base_model_name,
+            "target_classes": list(self.target_classes),
+            "versions": facts.versions(),
+            "git": facts.git_hash(),
+            "hardware": facts.hardware(),
+            **facts.job(),
+        }
 
     def check(self) -> None:
         """Raise for all that is wrong and can be known before a weight is loaded; nothing is written."""

@@ -51,6 +51,9 @@ include_other_classes seed_selection_eval_max_size
 seed max_seeds min_convergent_seeds convergent_metric convergence_metric convergent_score_threshold
 convergence_threshold convergent_mean_by_class_threshold seeds_in_parallel seed_runs_dir keep_seed_runs saved_seed_runs
 fail_on_non_convergence seed_stability_topk seed_stability_part analyze_seed_stability
+only_seed select_only
+
+report_to run_name wandb_project wandb_entity wandb_group wandb_tags wandb_notes wandb_seed_runs wandb_log_model
 
 pre_prune_config post_prune_config compat metadata
 
@@ -209,12 +212,16 @@ def test_flags__win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [True, False])
 def test_file__sets_every_switch_either_way(tmp_path: Path, name: str, value: bool) -> None:
     """Fails if a switch that is on by default cannot be turned off in a file."""
-    more = {"analyze_seed_stability": {"min_convergent_seeds": 2}}.get(name, {})
+    needs: dict[str, dict[str, Any]] = {
+        "analyze_seed_stability": {"min_convergent_seeds": 2},
+        "select_only": {"experiment_dir": "e"},
+        "wandb_log_model": {"report_to": ["wandb"]},
+    }
+    more = needs.get(name, {})
     command = train.parse(written(tmp_path, {"model": "m", "data": "d", **more, name: value}))
     assert getattr(command.args, name) is value
-    assert (
-        getattr(train.parse([*GOOD, *(f"--{k}={v}" for k, v in more.items()), f"--{name}={value}"]).args, name) is value
-    )
+    flags = [f"--{k}={v[0] if isinstance(v, list) else v}" for k, v in more.items()]
+    assert getattr(train.parse([*GOOD, *flags, f"--{name}={value}"]).args, name) is value
 
 
 def test_file__word_that_yaml_takes_for_a_switch_must_be_quoted(tmp_path: Path) -> None:

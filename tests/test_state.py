@@ -213,7 +213,7 @@ def test_damaged_state__is_passed_over_for_the_one_before(masked_lm, feature_fra
         file = next((newest / "tensors").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-100])
     elif damage == "missing file":
-        (newest / "progress.pt").unlink()
+        (newest / "progress.json").unlink()
     elif damage == "no marker":
         (newest / "complete.json").unlink()
     else:

@@ -23,6 +23,7 @@ import copy
 import gc
 import inspect
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 TAG = "zero"
 FACTS = "zero.json"
+FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 # Top-level keys of a DeepSpeed configuration that leave the result alone, or that are checked one by one. Anything
 # else (compression, curricula, layer drop, other optimizers, ...) would change what is trained.
@@ -249,7 +251,8 @@ class ZeroEngine(Engine):
                     f"The training state in {directory} was saved with {name}={saved[name]} and this run has {value}: "
                     "DeepSpeed's state cannot be cut anew, launch as before or start without it."
                 )
-        path, _ = self.engine.load_checkpoint(str(directory), tag=TAG)
+        with plain_loading():
+            path, _ = self.engine.load_checkpoint(str(directory), tag=TAG)
         assert path is not None, f"DeepSpeed found no checkpoint in {directory}"
 
     def _facts(self) -> dict[str, Any]:
@@ -259,6 +262,22 @@ class ZeroEngine(Engine):
             "input_dim": self.model.input_dim,
             "latent_dim": self.model.latent_dim,
         }
+
+
+@contextlib.contextmanager
+def plain_loading() -> Iterator[None]:
+    """DeepSpeed reads its checkpoints as pickles that may run code: here only tensors and its own plain classes."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(FORCE_SAFE)
+    os.environ[FORCE_SAFE] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        os.environ.pop(FORCE_SAFE) if before is None else os.environ.update({FORCE_SAFE: before})
 
 
 class Objective(nn.Module):
