@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
 	@echo "Installing into .venv (a few minutes the first time, most of it PyTorch) ..."
 	@# -qq: errors only. PEP 517 builds DeepSpeed, which comes as source, the same way under old and new versions of pip.
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 -c constraints.txt -e ".[dev,interop,plot]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 -c constraints.txt -e ".[dev,interop,plot,tensorboard,dashboard]"
 	@touch $@
 
 .PHONY: help

@@ -11,6 +11,9 @@ USAGE = """usage: gradiend-dist SUBCOMMAND ...
   evaluate  what a finished run has learnt: its encodings, and its base model rewritten over a grid of strengths
   rewrite   save the base model of a finished run, changed to make a class more or less probable
   demo      write the embedded example: a small language model, its data and a configuration
+  submit    run a training as a Slurm job, or as an array of them; --dry_run prints the command
+  report    write one HTML page about a run, finished or not, that opens from disk
+  dashboard create or update the W&B workspace for trainings
   plan      memory per GPU, bytes sent and what fits, for every engine, from a model's configuration alone
 
   --version, --help
@@ -53,11 +56,32 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def _submit(argv: Sequence[str]) -> int:
+    from gradiend_dist.submit import main
+
+    return main(argv)
+
+
+def _report(argv: Sequence[str]) -> int:
+    from gradiend_dist.page import main
+
+    return main(argv)
+
+
+def _dashboard(argv: Sequence[str]) -> int:
+    from gradiend_dist.dashboard import main
+
+    return main(argv)
+
+
 SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "evaluate": _evaluate,
     "rewrite": _rewrite,
     "demo": _demo,
+    "submit": _submit,
+    "report": _report,
+    "dashboard": _dashboard,
     "plan": _plan,
 }
 

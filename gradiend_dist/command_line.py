@@ -58,13 +58,13 @@ class CommandParser(HfArgumentParser):
     def names(self) -> list[str]:
         return [action.dest for action in self._actions if action.dest not in ("help", "config")]
 
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+    def parse(self, argv: Sequence[str], *, reads_config: bool = True) -> argparse.Namespace:
         """Defaults, then the file that --config names, then the flags."""
         self.print_help_if_asked(argv)
         before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         before.add_argument("--config")
         config = before.parse_known_args(argv)[0].config
-        if config is not None:
+        if config is not None and reads_config:
             self._take_defaults_from(read_config_file(config), config)
         values, unknown = self.parse_known_args(list(argv))
         for flag in unknown:

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# What srun runs on each node: the launcher of its ranks. node.sh LAUNCH COMMAND ... -- WHAT IS LAUNCHED ...
+#
+# Signals. Slurm tells only this process, the step's own child, where processes are tracked by cgroups, and nobody tells
+# the ranks. The launcher, told to stop, would kill the ranks of this node while those of others still save. So it
+# ignores the signals, and this shell hands them to the ranks, which save their state together and end by themselves.
+set -uo pipefail
+
+launch=()
+while [[ $1 != -- ]]; do launch+=("$1"); shift; done
+shift
+export PET_LOG_DIR=$RANK_LOGS/.node_$SLURM_NODEID PET_TEE=3 PET_SIGNALS_TO_HANDLE=SIGQUIT
+mkdir -p "$PET_LOG_DIR"
+
+trap '' TERM USR1 USR2   # inherited by the launcher; ranks set handlers of their own
+if [[ $((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) -eq 1 ]]; then   # one process has no torchrun that keeps its logs
+    "${launch[@]}" "$@" > >(tee "$RANK_LOGS/rank_0.out") 2> >(tee "$RANK_LOGS/rank_0.err" >&2) &
+else
+    "${launch[@]}" --machine_rank "$SLURM_NODEID" "$@" &
+fi
+launcher=$!
+
+below() { local child; for child in $(pgrep -P "$1"); do echo "$child"; below "$child"; done; }
+told=0
+tell() { told=$((told + 1)); below "$launcher" | xargs -r kill -USR1 2>/dev/null; }
+trap tell TERM USR1 USR2
+
+# torchrun names its log directories at random: each rank's files get names that are known.
+name_logs() {
+    local rank file kind
+    for rank in $(seq 0 $((RANKS_PER_NODE - 1))); do
+        for kind in out err; do
+            file=$(compgen -G "$PET_LOG_DIR/*/attempt_0/$rank/std$kind.log" | head -n 1)
+            [[ -z $file ]] || ln -sf "${file#"$RANK_LOGS/"}" "$RANK_LOGS/rank_$((SLURM_NODEID * RANKS_PER_NODE + rank)).$kind"
+        done
+    done
+}
+(sleep 15; name_logs) &
+naming=$!
+
+before=-1
+while [[ $told -ne $before ]]; do   # a signal ends `wait` early, the launcher does not
+    before=$told
+    wait "$launcher"
+    code=$?
+done
+kill "$naming" 2>/dev/null
+name_logs
+exit "$code"
