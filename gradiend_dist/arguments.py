@@ -266,9 +266,7 @@ class SeedArguments:
     only_seed: int | None = help_field(
         None, "Train this one of the run's seeds and promote nothing: one task of a job array. select_only follows."
     )
-    select_only: bool = help_field(
-        False, "Train nothing: promote the best of the seeds that only_seed has trained."
-    )
+    select_only: bool = help_field(False, "Train nothing: promote the best of the seeds that only_seed has trained.")
 
 
 @dataclass(kw_only=True)

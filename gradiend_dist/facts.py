@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 PACKAGES = (
     "gradiend_dist", "torch", "transformers", "accelerate", "deepspeed", "safetensors", "pandas", "numpy", "wandb",
@@ -58,6 +57,8 @@ def git_hash() -> str:
 
 def hardware() -> dict[str, Any]:
     """Of this host."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "gpus": gpus,

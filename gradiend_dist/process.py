@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from gradiend_dist import tracking
 from gradiend_dist.comm import Comm, PeerError, PeerLost, is_lost_peer
 from gradiend_dist.errors import UserError
 from gradiend_dist.interrupt import Interrupt, Preempted
@@ -115,9 +114,6 @@ class Process:
             print(f"{self.name}: {' '.join(words.split())}", file=sys.stderr, flush=True)
         if words is not None or outcome == "finished":
             note_outcome(code, outcome)
-        if tracking.left_behind:
-            sys.stdout.flush()
-            os._exit(code)  # the client of a service that does not answer would hold the process
         if torch.distributed.is_initialized():
             if code:
                 sys.stdout.flush()

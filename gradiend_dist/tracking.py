@@ -31,15 +31,16 @@ from gradiend_dist.errors import NotFinite
 from gradiend_dist.facts import without_secrets
 from gradiend_dist.files import explained, jsonable, write_text
 from gradiend_dist.interrupt import Preempted
+from gradiend_dist.run_files import METRICS, read_rows
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
 # Rows that wait for a slow service. When there is no room the new ones are left out: a page shows how a run began.
 QUEUE_ROWS = 10_000
 # How long the end of a run waits for the last rows to arrive; a scheduler that wants its nodes back waits less.
 LAST_SECONDS = 30.0
 LAST_SECONDS_OF_PREEMPTED = 5.0
+ABANDON_SECONDS = 2.0
 
 
 class Page(Protocol):
@@ -95,24 +96,13 @@ class Journal(GeneralTracker):
             seed = row.get("seed")
             return seed in known or (seed in seeds and row.get("step", done + 1) <= done)
 
-        rows = [row for row in read_metrics(self.path) if stays(row)]
+        rows = [row for row in read_rows(self.path) if stays(row)]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def collect(self, others: Iterable[Path]) -> None:
         """Take over what the tasks of a job array have logged, each into a file of its own."""
-        rows = [row for path in others for row in read_metrics(path)]
+        rows = [row for path in others for row in read_rows(path)]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that a killed process did not finish is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
 
 
 class TensorBoardPage:
@@ -156,15 +146,17 @@ class TensorBoardPage:
         self.tracker.finish()
 
 
-# Pages that did not come to their end in time: the process must not wait for them when it ends.
-left_behind: list[Background] = []
-
-
 class Background:
     """A page that is written in a thread of its own, which nobody waits for."""
 
-    def __init__(self, name: str, open_page: Callable[[], Page], errors: tuple[type[Exception], ...]) -> None:
-        self.name, self._open, self._errors = name, open_page, errors
+    def __init__(
+        self,
+        name: str,
+        open_page: Callable[[], Page],
+        errors: tuple[type[Exception], ...],
+        abandon: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name, self._open, self._errors, self._abandon = name, open_page, errors, abandon
         self._jobs: queue.Queue[Callable[[Page], None] | None] = queue.Queue(QUEUE_ROWS)
         self._warned = False
         self._thread = threading.Thread(target=self._work, name=f"tracking {name}", daemon=True)
@@ -184,8 +176,9 @@ class Background:
             self._jobs.put(None, timeout=max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            left_behind.append(self)
             self._warn(f"the last rows were not taken within {seconds:.0f} s")
+            self._abandon()
+            self._thread.join(ABANDON_SECONDS)
 
     def _work(self) -> None:
         try:
@@ -257,6 +250,7 @@ class Tracking:
             "W&B",
             lambda: wandb_page.WandBPage.open(self.args, self.directory, identity, seed, self.facts),
             wandb_page.errors(),
+            wandb_page.abandon,
         )
 
     def __enter__(self) -> Tracking:
@@ -271,6 +265,10 @@ class Tracking:
         deadline = time.monotonic() + (LAST_SECONDS_OF_PREEMPTED if outcome == "preempted" else LAST_SECONDS)
         for page in self._pages.values():
             page.finish(outcome, max(0.5, deadline - time.monotonic()))
+        if any(name == "wandb" for name, _ in self._pages):
+            from gradiend_dist import wandb_page
+
+            wandb_page.close()
         self._pages.clear()
 
     # --- what happens in between

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 from accelerate.tracking import WandBTracker
 
 from gradiend_dist.arguments import TrainingArguments
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 PROJECT = "gradiend_dist"
 # All that a service may keep waiting for happens in a thread of its own: these bound the end of a run, not its steps.
-OPEN_SECONDS = 20.0
+OPEN_SECONDS = 15.0
 ANSWER_SECONDS = 5.0
 FINISH_SECONDS = 15.0
 
@@ -36,20 +38,52 @@ def errors() -> tuple[type[Exception], ...]:
 def _settings() -> Any:
     import wandb
 
-    # The setting alone does not silence its helper process.
-    os.environ.setdefault("WANDB_SILENT", "true")
     return wandb.Settings(
         silent=True,
         console="off",
-        save_code=False,
         init_timeout=OPEN_SECONDS,
         finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
         # Else a call that nobody answers is tried again for hours, and the end of the run waits behind it.
         x_graphql_timeout_seconds=ANSWER_SECONDS,
-        x_graphql_retry_max=1,
+        x_graphql_retry_max=3,
+        x_graphql_retry_wait_max_seconds=2.0,
+        # Rows, in contrast, are tried again until the run ends: an outage of hours leaves no gap.
+        x_file_stream_retry_max=100_000,
+        x_file_stream_retry_wait_max_seconds=10.0,
         # A process that is killed loses what is not written: a second of rows, not fifteen.
         x_transaction_log_flush_interval=1.0,
+        # The command line may hold a token, and a remote a user's name: what is told of the run is `facts`.
+        x_disable_meta=True,
+        disable_git=True,
+        disable_code=True,
+        save_code=False,
+        x_save_requirements=False,
     )
+
+
+def _start(project: str, mode: Any, options: dict[str, Any]) -> WandBTracker:
+    import wandb
+
+    wandb.setup(settings=wandb.Settings(silent=True, mode=mode))  # its helper process prints on its own account else
+    tracker = WandBTracker(project, mode=mode, settings=_settings(), **options)
+    tracker.start()
+    return tracker
+
+
+def abandon() -> None:
+    """End the client's helper process, which has written every row to disk and waits for a service in vain."""
+    for child in psutil.Process().children():
+        if child.name().startswith("wandb-core"):
+            child.kill()
+
+
+def close() -> None:
+    """End the helper process; only then is everything on disk."""
+    import wandb
+
+    with contextlib.suppress(*errors()):
+        wandb.teardown()
 
 
 class WandBPage:
@@ -64,8 +98,6 @@ class WandBPage:
         cls, args: TrainingArguments, directory: Path, identity: str, seed: int | None, facts: dict[str, Any]
     ) -> WandBPage:
         """Go on with the run of this identity, or begin it."""
-        import wandb
-
         name = args.run_name or os.environ.get("WANDB_NAME") or directory.resolve().name
         group = args.wandb_group or os.environ.get("WANDB_RUN_GROUP") or (name if seed is not None else None)
         options: dict[str, Any] = {
@@ -82,9 +114,9 @@ class WandBPage:
             "dir": os.environ.get("WANDB_DIR") or str(directory),
         }
         project = args.wandb_project or os.environ.get("WANDB_PROJECT") or PROJECT
-        tracker = WandBTracker(project, settings=_settings(), **options)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the client reports to its makers else
         try:
-            tracker.start()
+            tracker = _start(project, os.environ.get("WANDB_MODE", "online"), options)
         except errors() as error:
             reason = without_secrets(" ".join(str(error).split()))[:200]
             logger.warning(
@@ -92,13 +124,12 @@ class WandBPage:
                 reason,
                 options["dir"],
             )
-            wandb.teardown()  # until then the name of the run is taken by the one that failed
-            tracker = WandBTracker(project, settings=_settings(), mode="offline", **options)
-            tracker.start()
+            close()  # until then the name of the run is taken by the one that failed
+            tracker = _start(project, "offline", options)
         return cls(tracker)
 
     def row(self, values: dict[str, Any]) -> None:
-        self.tracker.log(values)
+        self.tracker.log(values, commit=True)
 
     def alert(self, kind: str, text: str) -> None:
         self.tracker.tracker.alert(title=kind.replace("_", " "), text=text, level="WARN")
@@ -122,9 +153,9 @@ class WandBPage:
         run.log_artifact(artifact)
 
     def finish(self, outcome: str) -> None:
-        if outcome == "finished":
-            self.tracker.finish()
-            return
+        run = self.tracker.tracker
         if outcome == "preempted":
-            self.tracker.tracker.mark_preempting()
-        self.tracker.tracker.finish(exit_code=1)
+            run.mark_preempting()
+        run.finish(exit_code=0 if outcome == "finished" else 1)
+        if not run.offline and not run.disabled:
+            Path(f"{run.settings.sync_file}.synced").touch()  # all of it arrived: sync_wandb.sh leaves it alone

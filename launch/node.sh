@@ -9,14 +9,15 @@ set -uo pipefail
 launch=()
 while [[ $1 != -- ]]; do launch+=("$1"); shift; done
 shift
-export PET_LOG_DIR=$RANK_LOGS/.node_$SLURM_NODEID PET_TEE=3 PET_SIGNALS_TO_HANDLE=SIGQUIT
-mkdir -p "$PET_LOG_DIR"
+export PET_SIGNALS_TO_HANDLE=SIGQUIT   # of torchrun, which wants at least one
+own=$RANK_LOGS/.node_$SLURM_NODEID
+mkdir -p "$own"
 
 trap '' TERM USR1 USR2   # inherited by the launcher; ranks set handlers of their own
 if [[ $((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) -eq 1 ]]; then   # one process has no torchrun that keeps its logs
     "${launch[@]}" "$@" > >(tee "$RANK_LOGS/rank_0.out") 2> >(tee "$RANK_LOGS/rank_0.err" >&2) &
 else
-    "${launch[@]}" --machine_rank "$SLURM_NODEID" "$@" &
+    "${launch[@]}" --machine_rank "$SLURM_NODEID" --log_dir "$own" --tee 3 --role "node$SLURM_NODEID:" "$@" &
 fi
 launcher=$!
 
@@ -30,7 +31,7 @@ name_logs() {
     local rank file kind
     for rank in $(seq 0 $((RANKS_PER_NODE - 1))); do
         for kind in out err; do
-            file=$(compgen -G "$PET_LOG_DIR/*/attempt_0/$rank/std$kind.log" | head -n 1)
+            file=$(compgen -G "$own/*/attempt_0/$rank/std$kind.log" | head -n 1)
             [[ -z $file ]] || ln -sf "${file#"$RANK_LOGS/"}" "$RANK_LOGS/rank_$((SLURM_NODEID * RANKS_PER_NODE + rank)).$kind"
         done
     done

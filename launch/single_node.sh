@@ -54,6 +54,8 @@ fi
 
 # torchrun's --signals-to-handle by environment, since accelerate has no such flag.
 # The launcher hands these on to every rank, which saves its state and ends; the same command then goes on.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}   # seconds to save in, then they are killed
 export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2}
 command=("${ACCELERATE:-accelerate}" launch --quiet --config_file "$config" --num_processes "$processes" -m gradiend_dist.train "$@")
 printf '%q ' "${command[@]}"; echo
