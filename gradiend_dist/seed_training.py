@@ -134,7 +134,8 @@ class SeedTraining:
                 self.keeper.seed_is_done(group)
             results.append(self._result(seed, records.get(seed), results))
             logger.info("seed %d: %s (%s)", seed, *_verdict_words(results[-1]))
-            tracking.seed_summary(seed, _seed_summary(results[-1]))
+            if seed in records:  # of the others it was told when they were trained
+                tracking.seed_summary(seed, _seed_summary(results[-1]))
             if not self.args.select_only and seeds.enough(results, self.args) is not None:
                 self._drop([s for s in all_seeds if s > seed and (s in records or s in self.keeper.seeds_done)])
                 break

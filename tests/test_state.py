@@ -274,3 +274,37 @@ def test_link_tree__shares_files_and_survives_a_replacement(tmp_path):
     (tmp_path / "a/file").unlink()
     (tmp_path / "a/file").write_text("new")
     assert (tmp_path / "b/file").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["tensors/.metadata"])
+def test_state__that_would_run_code_is_refused(
+    masked_lm: Path, feature_frames: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    """Fails if a state from elsewhere is unpickled as it is."""
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path / "run", [CrashAt(8)])
+    (state,) = (tmp_path / "run" / "state").glob("step_*")
+    size = (state / name).stat().st_size
+    (state / name).write_bytes(pickle.dumps(Evil()))
+    complete = json.loads((state / "complete.json").read_text())
+    complete["sizes"][name] = (state / name).stat().st_size
+    assert size != complete["sizes"][name]
+    (state / "complete.json").write_text(json.dumps(complete))
+    with pytest.raises(UserError, match="is damaged: pass --resume false"):
+        train(masked_lm, feature_frames, tmp_path / "run", [CrashAt(None)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_state__holds_no_pickle_but_the_notes_of_torch(
+    masked_lm: Path, feature_frames: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path / "run", [CrashAt(8)])
+    kinds = {path.suffix or path.name for path in (tmp_path / "run" / "state").rglob("*") if path.is_file()}
+    assert kinds == {".json", ".safetensors", ".distcp", ".metadata"}

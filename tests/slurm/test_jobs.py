@@ -1,5 +1,5 @@
-"""Real jobs on a real Slurm: two nodes with two ranks each. However a job is disturbed, it ends as its user expects, and
-a job that goes on ends with the very bytes of one that was left alone."""
+"""Real jobs on a real Slurm: two nodes with two ranks each. However a job is disturbed, it ends as its user expects;
+one that goes on ends with the very bytes of one that was left alone."""
 
 from __future__ import annotations
 
@@ -193,6 +193,20 @@ def test_job__whose_time_is_over_saves_is_queued_again_and_goes_on(
     assert len(parts) == 2 and parts[0].name == parts[1].name, "one run, in two parts"
     steps = [row["seed_1/loss"] for part in parts for row in read_offline(part).rows if "seed_1/loss" in row]
     assert len(steps) == 10
+
+
+def test_job__that_reaches_its_time_limit_is_warned_by_slurm_itself(
+    cluster: Cluster, run_file: Path, tmp_path: Path
+) -> None:
+    """Nobody sends a signal here: two minutes, and a warning one minute before, which Slurm times in half minutes."""
+    limit = ("--time=2", "--signal=B:USR1@60")
+    job = submit(cluster, tmp_path, run_file, "--max_seeds", "1", "--max_steps", "30", slurm=limit, step_seconds=4.0)
+    job.wait_for(r"== queued again, to go on from the saved state", ENDED)
+    cluster.start_now(job.id, 60)
+    job.wait_for(r"going on after step")
+    cluster.scancel(job.id)
+    assert job.end() == "CANCELLED"
+    assert "TIME LIMIT" not in job.text
 
 
 def timeless(line: str) -> dict[str, Any]:
