@@ -60,6 +60,13 @@ pytest: $(INSTALLED)
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
+.PHONY: test-slurm
+test-slurm: $(INSTALLED)  ## jobs on a real Slurm, which is installed (Debian, as root) and started for it; 15 minutes
+	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/slurm/install.sh; \
+	else echo "Slurm is not installed: tests/slurm/install.sh installs it, as root; without it the tests are skipped" >&2; fi
+	$(BIN)/python -m pytest -m slurm tests/slurm
+
 .PHONY: bench
 bench: $(INSTALLED)  ## time and memory against the reference package; ten minutes of an idle machine
 	$(BIN)/python benchmarks/vs_reference.py
@@ -71,6 +78,10 @@ bench-engines: $(INSTALLED)  ## step time, memory and bytes sent of every engine
 .PHONY: bench-grid
 bench-grid: $(INSTALLED)  ## the decoder grid against the reference package; eight minutes of an idle machine
 	$(BIN)/python benchmarks/decoder_grid.py
+
+.PHONY: bench-tracking
+bench-tracking: $(INSTALLED)  ## training speed while W&B answers, refuses, stalls or limits; five minutes of an idle machine
+	$(BIN)/python benchmarks/tracking.py
 
 .PHONY: clean
 clean:  ## remove .venv, runs/demo, builds and caches

@@ -35,7 +35,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signum = 0
-        self._patient = False
+        self._patient = self._listening = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Interrupt]:
@@ -47,9 +47,11 @@ class Interrupt:
         wanted = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._take) for number in (*wanted, signal.SIGALRM)}
         _follow_the_launcher()
+        self._listening = True
         try:
             yield self
         finally:
+            self._listening = False
             signal.alarm(0)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -65,12 +67,12 @@ class Interrupt:
 
     def served(self) -> None:
         """The ranks have agreed to stop and save: that may take longer than waiting for a step should."""
-        if threading.current_thread() is threading.main_thread():
+        if self._listening:
             signal.alarm(0)
 
     def ignore(self) -> None:
         """The process is ending already, and says why: what comes now must not cut it short."""
-        if threading.current_thread() is threading.main_thread():
+        if self._listening:
             for number in (*SIGNALS, signal.SIGALRM):
                 signal.signal(number, signal.SIG_IGN)
 

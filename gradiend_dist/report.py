@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradiend_dist.files import read_json
 from gradiend_dist.loop import Plan
 from gradiend_dist.schedule import cap_per_group, make_schedule
-from gradiend_dist.seeds import REPORT
+from gradiend_dist.seeds import REPORT, judge
 from gradiend_dist.spread import Spread
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def results(trainer: TextPredictionTrainer, plot: Path | None) -> str:
     selected = record["seed"]
     seed_dirs = [trainer.places.seed(entry["seed"], trainer.args) for entry in runs or ()]
     records = [read_json(path / "training.json") for path in seed_dirs]
-    rows = [_row(entry, found, selected) for entry, found in zip(runs or (), records, strict=True)]
+    rows = [_row(entry["converged"], found, selected) for entry, found in zip(runs or (), records, strict=True)]
     if runs is None:
-        rows = [_row(None, record, selected)]
+        rows = [_row(judge(record, trainer.args, among_seeds=False).converged, record, selected)]
     out = [table(_header(record), rows), ""]
     out.append(f"  model        {trainer.model_path}")
     if runs is not None:
@@ -77,7 +77,7 @@ def one_seed(trainer: TextPredictionTrainer) -> str:
     assert seed is not None
     path = trainer.places.seed(seed, trainer.args)
     record = read_json(path / "training.json")
-    rows = [_row(None, record, None)]
+    rows = [_row(judge(record, trainer.args, among_seeds=True).converged, record, None)]
     where = f"  model of seed {seed}  {path}\n  --select_only true promotes the best seed"
     return f"{table(_header(record), rows)}\n\n{where}"
 
@@ -88,11 +88,10 @@ def _header(record: dict[str, Any]) -> tuple[str, ...]:
     return ("seed", "converged", "best step", "correlation", f"mean encoding {classes}", "last loss", "")
 
 
-def _row(entry: dict[str, Any] | None, record: dict[str, Any], selected: int | None) -> tuple[str, ...]:
+def _row(converged: bool, record: dict[str, Any], selected: int | None) -> tuple[str, ...]:
     best = record["best_score_checkpoint"]
     means = record["training_stats"].get("mean_by_class", {}).get(str(best["global_step"]), {})
     ordered = sorted(means.items(), key=lambda pair: float(pair[0]), reverse=True)
-    converged = entry["converged"] if entry is not None else record["convergence_info"]["converged"]
     correlation = best["correlation"]
     return (
         str(record["seed"]),

@@ -98,10 +98,15 @@ class SeedTraining:
         )
         self.bench.budget_bytes = self.keeper.store_bytes
         with self._tracking() as tracking:
-            results = self._reported() if self.keeper.promoted else self._train_all(tracking)
-            if self.args.only_seed is None:
-                self._finish(results)
-                self._track(results, tracking)
+            try:
+                results = self._reported() if self.keeper.promoted else self._train_all(tracking)
+                if self.args.only_seed is None:
+                    self._finish(results)
+                    self._track(results, tracking)
+            except BaseException:
+                # Trackers are told why it ends; a launcher that ends the other ranks meanwhile must not cut that short.
+                self.keeper.interrupt.ignore()
+                raise
         self.keeper.close()
         return results
 

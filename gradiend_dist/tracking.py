@@ -163,6 +163,8 @@ class Background:
         self._thread.start()
 
     def do(self, job: Callable[[Page], None]) -> None:
+        if not self._thread.is_alive():
+            return  # it has failed, and said so
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -171,6 +173,8 @@ class Background:
     def finish(self, outcome: str, seconds: float) -> None:
         """Send what is left, for no longer than this."""
         deadline = time.monotonic() + seconds
+        if not self._thread.is_alive():
+            return
         with contextlib.suppress(queue.Full):
             self._jobs.put(lambda page: page.finish(outcome), timeout=seconds)
             self._jobs.put(None, timeout=max(0.0, deadline - time.monotonic()))

@@ -14,14 +14,19 @@ own=$RANK_LOGS/.node_$SLURM_NODEID
 mkdir -p "$own"
 
 trap '' TERM USR1 USR2   # inherited by the launcher; ranks set handlers of their own
+sort_out() {   # line by line: awk and grep would hold them back
+    local line
+    while IFS= read -r line; do
+        if [[ $line == "[node"[0-9]*:[0-9]*"]:"* ]]; then printf '%s\n' "$line" >&2; else printf '%s\n' "$line" >>"$1"; fi
+    done
+}
 if [[ $((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) -eq 1 ]]; then   # one process has no torchrun that keeps its logs
     "${launch[@]}" "$@" > >(tee "$RANK_LOGS/rank_0.out") 2> >(tee "$RANK_LOGS/rank_0.err" >&2) &
 else
     # Lines of ranks come as [nodeR:L]:. What the launcher itself says of a rank that failed is a page long and names no
     # reason: it goes to a file.
     "${launch[@]}" --machine_rank "$SLURM_NODEID" --log_dir "$own" --tee 3 --role "node$SLURM_NODEID:" "$@" \
-        2> >(awk -v file="$RANK_LOGS/launcher_$SLURM_NODEID.err" \
-            '/^\[node[0-9]+:[0-9]+\]:/ { print > "/dev/stderr"; fflush("/dev/stderr"); next } { print > file; fflush(file) }') &
+        2> >(sort_out "$RANK_LOGS/launcher_$SLURM_NODEID.err") &
 fi
 launcher=$!
 

@@ -19,6 +19,7 @@ from gradiend_dist.errors import NotFinite
 from gradiend_dist.interrupt import Preempted
 from gradiend_dist.run_files import METRICS, read_rows
 from gradiend_dist.tracking import Background, Tracking
+from gradiend_dist.wandb_page import WandBPage
 
 
 def tracked(directory: Path, **arguments: Any) -> Tracking:
@@ -176,25 +177,16 @@ def wandb_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def train_a_little(run: Tracking, seeds: tuple[int, ...] = (0, 1)) -> float:
-    """The calls of a short run; returns the longest that any of them took."""
-    longest = 0.0
-
-    def timed(call: Any, *arguments: Any) -> None:
-        nonlocal longest
-        start = time.monotonic()
-        call(*arguments)
-        longest = max(longest, time.monotonic() - start)
-
+def train_a_little(run: Tracking, seeds: tuple[int, ...] = (0, 1)) -> None:
+    """The calls of a short run."""
     for seed in seeds:
-        timed(run.begin, [seed], 0)
+        run.begin([seed], 0)
         for step in range(1, 51):
-            timed(run.row, seed, step, {"loss": 1.0 / step, "mean_encoding/M": 0.5})
-        timed(run.alert, seed, 50, "loss_flat", "raise learning_rate")
-        timed(run.seed_summary, seed, {"converged": True, "best_step": 50})
+            run.row(seed, step, {"loss": 1.0 / step, "mean_encoding/M": 0.5})
+        run.alert(seed, 50, "loss_flat", "raise learning_rate")
+        run.seed_summary(seed, {"converged": True, "best_step": 50})
     table = [{"seed": seed, "converged": True, "selected": seed == 0} for seed in seeds]
-    timed(run.summary, {"best_seed": 0, "converged": True}, table, {}, Path("nowhere"))
-    return longest
+    run.summary({"best_seed": 0, "converged": True}, table, {}, Path("nowhere"))
 
 
 def as_wandb(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -260,13 +252,22 @@ def test_online_run__arrives_and_an_interrupted_one_is_continued(
 def test_service__that_fails_costs_no_step_and_no_row(
     mode: Any, tmp_path: Path, wandb_environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run is recorded offline, complete, under the same id, and told once."""
+    """The run is recorded offline, complete, under the same id, and told once. All of it was trained before the service
+    was so much as asked: nothing in it waits."""
+    trained = threading.Event()
+    open_page = WandBPage.open
+
+    def later(*arguments: Any) -> WandBPage:
+        assert trained.wait(60), "the training waited for its page"
+        return open_page(*arguments)
+
+    wandb_environment.setattr(WandBPage, "open", later)
     with FakeWandb(mode) as service:
         for name, value in service.environment.items():
             wandb_environment.setenv(name, value)
         with tracked(tmp_path, report_to=["wandb"]) as run:
-            longest = train_a_little(run)
-    assert longest < 1.0, "no call waited for a service that needs seconds to be given up"
+            train_a_little(run)
+            trained.set()
     (file,) = offline_files(tmp_path)
     assert history(read_offline(file).rows) == as_wandb(rows(tmp_path))
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING" and "W&B" in record.message]

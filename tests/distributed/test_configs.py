@@ -124,7 +124,7 @@ def test_files__are_all_covered():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--dry_run", "--", "--config", "run.yaml"], "accelerate_configs/single.yaml --num_processes 1 -m"),
+        (["--dry_run", "--", "--config", "run.yaml"], "gradiend-dist train --config run.yaml"),
         (["--engine", "zero3", "--num_processes", "4", "--dry_run", "--config", "x"], "zero3.yaml --num_processes 4"),
         (["--engine", "none", "--", "--config", "run.yaml"], "none.yaml does not exist: choose --engine single"),
         ([], "the arguments of the training are missing"),

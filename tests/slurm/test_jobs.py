@@ -276,6 +276,8 @@ def test_job__that_would_fail_again_is_not_queued_again(
     assert cluster.show(job.id)["Restarts"] == "0"
     last = job.text.split("== last lines of ")[1]
     assert says in last and "Traceback" not in job.text
+    alerts = [alert.title for part in wandb_runs(job.results) for alert in read_offline(part).alerts]
+    assert alerts == (["not finite"] if "finite" in says else [])
 
 
 def test_job__with_hostile_names_runs_and_runs_nothing_else(cluster: Cluster, run_file: Path, tmp_path: Path) -> None:
