@@ -126,6 +126,8 @@ class WandBPage:
             )
             close()  # until then the name of the run is taken by the one that failed
             tracker = _start(project, "offline", options)
+        run = tracker.tracker
+        logger.info("W&B: %s", run.url or f"offline in {options['dir']}, launch/sync_wandb.sh uploads it")
         return cls(tracker)
 
     def row(self, values: dict[str, Any]) -> None:

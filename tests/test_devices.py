@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from gradiend_dist.devices import place
+from gradiend_dist.devices import gpu_utilisation, peak_memory, place
 from gradiend_dist.errors import UserError
 
 TABLE = {
@@ -71,3 +72,22 @@ def test_place__a_wrong_device_for_all_is_named_as_device(value):
 
 def test_place__says_what_is_where():
     assert str(place(3)) == "encoder on cuda:0, decoder on cuda:1, base model on cuda:2"
+
+
+def test_utilisation__is_none_without_a_gpu_or_without_what_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch's call, which asks NVIDIA's library."""
+    assert gpu_utilisation(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _: 87)
+    assert gpu_utilisation(torch.device("cuda:0")) == 87.0
+
+    def missing(device: torch.device) -> int:
+        raise ModuleNotFoundError(f"nothing reads {device}")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    assert gpu_utilisation(torch.device("cuda:0")) is None
+
+
+def test_peak_memory__is_what_the_process_has_held() -> None:
+    before = peak_memory(torch.device("cpu"))
+    held = torch.ones(50_000_000)
+    assert peak_memory(torch.device("cpu")) - before > 0.5 * held.nbytes or before > 10 * held.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from gradiend_dist.model import (
     ParamMappedGradiendModel,
     count_to_keep,
     create_model_with_gradiend,
+    load_base_model,
     select_entries_to_keep,
 )
 from gradiend_dist.space import ParameterSpace
@@ -473,3 +475,11 @@ def test_whole__rejects_another_base_model():
         ModelWithGradiend(larger, model.gradiend, model.tokenizer)
     with pytest.raises(UserError, match="no such weight"):
         ModelWithGradiend(tiny.base_model("gpt2", 99), model.gradiend, model.tokenizer)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_remote_code__is_off_by_default_and_loud_when_on(
+    masked_lm: Path, caplog: pytest.LogCaptureFixture, trusted: bool
+) -> None:
+    load_base_model(str(masked_lm), **({"trust_remote_code": True} if trusted else {}))
+    assert ("runs on this machine with your rights" in caplog.text) is trusted

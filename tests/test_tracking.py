@@ -314,6 +314,24 @@ def test_seeds__as_grouped_runs_have_plain_names_and_their_own_score(
     assert (second["selection_score"], second["selected"], second["best_seed"]) == (0.7, False, 0)
 
 
+def test_model__is_an_artifact_on_request_and_plots_are_pictures(
+    tmp_path: Path, wandb_environment: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    picture = tmp_path / "plot.png"
+    pytest.importorskip("matplotlib.image").imsave(picture, [[0.0, 1.0]])
+    with FakeWandb() as service:
+        for name, value in service.environment.items():
+            wandb_environment.setenv(name, value)
+        with tracked(tmp_path, report_to=["wandb"], wandb_log_model=True) as run:
+            run.begin([0], 0)
+            run.summary({}, [{"seed": 0}], {"plots/training_convergence": picture}, tmp_path / "model")
+        assert "gradiend-run-id" in str(service.artifacts)
+        (found,) = service.runs.values()
+        assert "plots/training_convergence" in str(found.history)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "alerts"),
     [
