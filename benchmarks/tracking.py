@@ -3,8 +3,8 @@
 python benchmarks/tracking.py
 
 Every step is logged, which is far more than anybody does. The client is the real one, its service a stand-in on
-loopback. A step is the mean of the later half, of the fastest of several runs; at its end a run waits for its last rows,
-for a bounded time.
+loopback. A step is the mean of the later half, of the fastest of several runs; at its end a run waits for its last
+rows, for a bounded time.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class SeedTraining:
         fingerprint: dict[str, Any],
         callbacks: Sequence[TrainerCallback],
         interrupt: Interrupt,
-        facts: dict[str, Any],
+        facts: Callable[[], dict[str, Any]],
     ) -> None:
         self.args, self.bench, self.places = args, bench, places
         self.fingerprint, self.callbacks, self.facts = fingerprint, callbacks, facts
@@ -111,13 +111,17 @@ class SeedTraining:
         return results
 
     def _tracking(self) -> Tracking:
-        facts = {
-            **self.facts,
-            "engine": self.bench.spread.launch.engine,
-            "base_model_sharded": self.bench.spread.launch.shards_base,
-            "world_size": self.comm.world_size,
-            "space_size": self.bench.space.size,
-        }
+        facts = (
+            {}
+            if not self.comm.is_first
+            else {
+                **self.facts(),
+                "engine": self.bench.spread.launch.engine,
+                "base_model_sharded": self.bench.spread.launch.shards_base,
+                "world_size": self.comm.world_size,
+                "space_size": self.bench.space.size,
+            }
+        )
         return Tracking(self.args, self.comm, self.places.logs, self.keeper.tracker_run_id, facts)
 
     def _train_all(self, tracking: Tracking) -> list[SeedResult]:

@@ -102,7 +102,8 @@ class Journal(GeneralTracker):
     def collect(self, others: Iterable[Path]) -> None:
         """Take over what the tasks of a job array have logged, each into a file of its own."""
         rows = [row for path in others for row in read_rows(path)]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        if rows:
+            write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class TensorBoardPage:
@@ -326,7 +327,8 @@ class Tracking:
                 }
             background.do(lambda page, shown=shown: page.summary(shown))  # type: ignore[misc]
             background.do(lambda page: page.table("seeds", columns, rows))
-            background.do(lambda page: page.images(images))
+            if images:
+                background.do(lambda page: page.images(images))
             if self.args.wandb_log_model:
                 background.do(lambda page: page.model(model))
 

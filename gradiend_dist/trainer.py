@@ -220,9 +220,7 @@ class TextPredictionTrainer:
             logger.info("%s is reused: it was trained with the same arguments, model and data", path)
             self._has_trained = True
             return self
-        training = SeedTraining(
-            self.args, self.workbench, self.places, wanted, callbacks, self.interrupt, self._facts()
-        )
+        training = SeedTraining(self.args, self.workbench, self.places, wanted, callbacks, self.interrupt, self._facts)
         results = training.run()
         if self.args.only_seed is None:
             self._has_trained = True

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from cluster import Cluster
@@ -257,6 +258,31 @@ def test_job__goes_on_after_its_node_was_lost(
     assert job.end() == "COMPLETED"
     assert "going on after step" in job.text
     assert outcome(job.results)["weights"] == outcome(undisturbed.results)["weights"]
+
+
+def test_job__goes_on_after_a_rank_was_killed(
+    cluster: Cluster, run_file: Path, undisturbed: Job, tmp_path: Path
+) -> None:
+    """As by the kernel, when memory is short: the job is queued again, a few times at most."""
+    job = submit(cluster, tmp_path, run_file, "--save_steps", "2", step_seconds=1.0)
+    job.wait_for(r"state saved after step 4")
+    kill_rank(job, 3)
+    job.wait_for(r"== queued again, after a lost rank \(1 of 2\)")
+    cluster.start_now(job.id, 120)
+    assert job.end() == "COMPLETED"
+    assert "going on after step" in job.text
+    assert "rank 3 is gone or does not answer" in job.text.split("== last lines of ")[1]
+    assert outcome(job.results)["weights"] == outcome(undisturbed.results)["weights"]
+
+
+def kill_rank(job: Job, rank: int) -> None:
+    """A node's processes are seen from outside of it, under other numbers."""
+    for process in psutil.process_iter(["cmdline"]):
+        own = str(job.results) in (process.info["cmdline"] or ())
+        if own and process.environ().get("RANK") == str(rank):
+            process.kill()
+            return
+    raise AssertionError(f"rank {rank} does not run")
 
 
 @pytest.mark.parametrize(
