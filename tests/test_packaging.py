@@ -92,6 +92,18 @@ def test_makefile__installs_extras_that_exist(pyproject: dict[str, Any]) -> None
     assert wanted <= set(pyproject["project"]["optional-dependencies"])
 
 
+def test_package__lists_every_folder_of_code_and_brings_the_scripts_along(pyproject: dict[str, Any]) -> None:
+    """Fails for a new folder that would be missing from an installation, where no test would miss it."""
+    setuptools = pyproject["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "gradiend_dist").rglob("__init__.py")}
+    extra = {"gradiend_dist.launch": "launch", "gradiend_dist.accelerate_configs": "accelerate_configs"}
+    assert set(setuptools["packages"]) == {folder.replace("/", ".") for folder in folders} | set(extra)
+    for package, folder in extra.items():
+        assert setuptools["package-dir"][package] == folder
+        patterns = setuptools["package-data"][package]
+        assert all(any(path.match(one) for one in patterns) for path in (ROOT / folder).iterdir()), folder
+
+
 def test_tree__holds_what_the_package_promises() -> None:
     assert (ROOT / "gradiend_dist" / "py.typed").exists()
     assert "END OF TERMS AND CONDITIONS" in (ROOT / "LICENSE").read_text()
