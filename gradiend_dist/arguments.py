@@ -564,7 +564,7 @@ class TrainingArguments(
     @property
     def reuses(self) -> bool | str:
         """May earlier results stand for those of this run? A selection has no others."""
-        return self.use_cache or self.select_only
+        return True if self.select_only else self.use_cache
 
     @property
     def trackers(self) -> list[str]:

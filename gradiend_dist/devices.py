@@ -93,6 +93,10 @@ def gpu_utilisation(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     try:
+        import pynvml
+    except ModuleNotFoundError:
+        return None
+    try:
         return float(torch.cuda.utilization(device))
-    except (ModuleNotFoundError, RuntimeError):
+    except (RuntimeError, pynvml.NVMLError):  # a slice of a GPU has none
         return None

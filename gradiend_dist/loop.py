@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -23,7 +24,7 @@ from gradiend_dist.checkpoint import save_model
 from gradiend_dist.clock import Clock
 from gradiend_dist.devices import gpu_utilisation, peak_memory
 from gradiend_dist.engines import Engine, GradiendBatch
-from gradiend_dist.errors import NotFinite
+from gradiend_dist.errors import NotFinite, UserError
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.evaluation.metrics import flip
 from gradiend_dist.gradients import GradientSource, Item, ItemRows
@@ -419,7 +420,7 @@ class TrainingLoop:
         assert self.evaluation is not None
         with self.clock.spending("evaluation"):
             if self.args.evaluate_fn is not None:
-                metrics = dict(self.args.evaluate_fn(run.model))
+                metrics = as_plain(dict(self.args.evaluate_fn(run.model)))
             else:
                 metrics = self.evaluation.metrics(self._encoder(run))
             metrics = self.comm.decide(metrics)
@@ -622,6 +623,21 @@ class TrainingLoop:
 def own_copies(callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
     """Callbacks keep counters; every seed gets its own."""
     return [copy.deepcopy(callback) for callback in callbacks]
+
+
+def as_plain(value: Any) -> Any:
+    """What a user's evaluation returns, as values that files can hold: numbers of numpy and torch become Python's."""
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray | Tensor):
+        return value.tolist()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UserError(
+        f"evaluate_fn returned a {type(value).__name__}: return numbers, texts, and lists or dicts of them."
+    )
 
 
 def _stack(vectors: list[Tensor | None]) -> Tensor | None:

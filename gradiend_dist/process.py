@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from gradiend_dist.comm import Comm, PeerError, PeerLost, is_lost_peer
 from gradiend_dist.errors import UserError
+from gradiend_dist.files import write_text
 from gradiend_dist.interrupt import Interrupt, Preempted
 from gradiend_dist.model import first_line
 from gradiend_dist.spread import launched
@@ -126,5 +127,5 @@ def note_outcome(code: int, outcome: str) -> None:
     """Tell the job script how it ended (finished, stopped, refused, lost, failed): launchers keep no exit code."""
     path = os.environ.get(OUTCOME_FILE)
     if path:
-        with contextlib.suppress(OSError):  # it is told in the log as well
-            Path(path).write_text(f"{outcome} {code}\n", encoding="utf-8")
+        with contextlib.suppress(UserError):  # it is told in the log as well
+            write_text(Path(path), f"{outcome} {code}\n")

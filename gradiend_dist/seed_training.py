@@ -99,7 +99,7 @@ class SeedTraining:
         self.bench.budget_bytes = self.keeper.store_bytes
         with self._tracking() as tracking:
             try:
-                results = self._reported() if self.keeper.promoted else self._train_all(tracking)
+                results = self._reported(tracking) if self.keeper.promoted else self._train_all(tracking)
                 if self.args.only_seed is None:
                     self._finish(results)
                     self._track(results, tracking)
@@ -143,8 +143,7 @@ class SeedTraining:
                 self.keeper.seed_is_done(group)
             results.append(self._result(seed, records.get(seed), results))
             logger.info("seed %d: %s (%s)", seed, *_verdict_words(results[-1]))
-            if seed in records:  # of the others it was told when they were trained
-                tracking.seed_summary(seed, _seed_summary(results[-1]))
+            tracking.seed_summary(seed, _seed_summary(results[-1]))
             if not self.args.select_only and seeds.enough(results, self.args) is not None:
                 self._drop([s for s in all_seeds if s > seed and (s in records or s in self.keeper.seeds_done)])
                 break
@@ -185,14 +184,17 @@ class SeedTraining:
             found[name] = plot_seed_convergence(records, best.seed, self.places.logs / f"{name}.png")
         return {f"plots/{name}": path for name, path in found.items()}
 
-    def _reported(self) -> list[SeedResult]:
+    def _reported(self, tracking: Tracking) -> list[SeedResult]:
         """The run was killed between promotion and its end: seeds may be stripped already, so the report speaks."""
 
         def read() -> list[SeedResult]:
             entries = read_json(self.places.seeds / seeds.REPORT)["runs"]
             return [self._reported_seed(entry) for entry in entries]
 
-        return self.comm.first("reading the report on the seeds", read)
+        results = self.comm.first("reading the report on the seeds", read)
+        tracking.reuse(result.seed for result in results)
+        tracking.begin([], 0)
+        return results
 
     def _reported_seed(self, entry: dict[str, Any]) -> SeedResult:
         path = self._seed_path(entry["seed"])

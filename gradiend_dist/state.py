@@ -126,13 +126,22 @@ class CutTensor(torch.Tensor):
 class SafeUnpickler(pickle.Unpickler):
     """Reads what torch.distributed.checkpoint notes about its tensors, and nothing that could run code."""
 
-    NAMES = {"torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch.serialization": "_get_layout"}
+    # Exactly these: a module's other names reach as far as its imports. Without the class for bytes, which torch would
+    # unpickle in their turn.
+    NAMES = {
+        "torch.distributed.checkpoint.metadata": (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+            *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.serialization": ("_get_layout",),
+        "collections": ("OrderedDict",),
+        "pathlib": ("PosixPath", "PurePosixPath", "Path"),
+        "torch": ("Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        described = module == "torch.distributed.checkpoint.metadata" or self.NAMES.get(module) == name
-        plain = (module, name) in (("torch", "Size"), ("collections", "OrderedDict"))
-        path = module == "pathlib" and name.endswith("Path")
-        if described or plain or path or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if name in self.NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a training state")
 

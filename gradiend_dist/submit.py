@@ -85,6 +85,16 @@ def check(options: JobOptions, training: Sequence[str]) -> None:
         f"{ranks}: choose multi_gpu, or ask for one.",
     )
     require(options.seeds is None or options.pairs is None, "seeds and pairs are both set: pass only one.")
+    require(
+        options.pairs is None or Path(options.pairs).is_file(),
+        f"pairs={options.pairs} does not exist: pass a file with two classes a line.",
+    )
+    try:
+        shlex.split(options.sbatch_options)
+    except ValueError as error:
+        raise UserError(
+            f"sbatch_options={options.sbatch_options!r} cannot be read ({error}): check its quotes."
+        ) from error
     require(options.seeds is None or options.seeds >= 2, f"seeds={options.seeds} is no array: pass at least 2.")
     require(
         options.parallel is None or options.seeds is not None or options.pairs is not None,
@@ -155,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return submit(command, added)
         if command[0] == "bash":  # the script of arrays shows what it would submit
             command.insert(2, "--dry_run")
-            subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=True)
+            return subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=False).returncode
         return 0
     except UserError as error:
         print(f"gradiend-dist submit: error: {' '.join(str(error).split())}", file=sys.stderr)

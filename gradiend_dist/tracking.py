@@ -26,8 +26,8 @@ from accelerate import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
 from gradiend_dist.arguments import TrainingArguments
-from gradiend_dist.comm import Comm
-from gradiend_dist.errors import NotFinite
+from gradiend_dist.comm import Comm, PeerError, PeerLost
+from gradiend_dist.errors import NotFinite, UserError
 from gradiend_dist.facts import without_secrets
 from gradiend_dist.files import explained, jsonable, write_text
 from gradiend_dist.interrupt import Preempted
@@ -37,10 +37,13 @@ logger = logging.getLogger(__name__)
 
 # Rows that wait for a slow service. When there is no room the new ones are left out: a page shows how a run began.
 QUEUE_ROWS = 10_000
-# How long the end of a run waits for the last rows to arrive; a scheduler that wants its nodes back waits less.
+# How long the end of a run waits for the last rows to arrive, and for the promoted model where it is asked for.
 LAST_SECONDS = 30.0
-LAST_SECONDS_OF_PREEMPTED = 5.0
-ABANDON_SECONDS = 2.0
+LAST_SECONDS_OF_MODEL = 1800.0
+# Of a run that ends early: a scheduler wants its nodes back; a launcher kills rank 0, which has yet to say what was
+# wrong, after half a minute; ranks that lost one wait three seconds for each other to tell which.
+LAST_SECONDS_EARLY = {"preempted": 5.0, "failed": 8.0, "lost": 1.0}
+ABANDON_SECONDS = 1.0
 
 
 class Page(Protocol):
@@ -59,7 +62,7 @@ class Page(Protocol):
     def model(self, path: Path) -> None: ...
 
     def finish(self, outcome: str) -> None:
-        """`outcome` is finished, preempted or failed."""
+        """`outcome` is finished, preempted, lost or failed."""
 
 
 class Journal(GeneralTracker):
@@ -98,6 +101,9 @@ class Journal(GeneralTracker):
 
         rows = [row for row in read_rows(self.path) if stays(row)]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def has_summary_of(self, seed: int) -> bool:
+        return any(row.get("seed") == seed and "step" not in row for row in read_rows(self.path))
 
     def collect(self, others: Iterable[Path]) -> None:
         """Take over what the tasks of a job array have logged, each into a file of its own."""
@@ -200,6 +206,9 @@ class Background:
             logger.warning("%s: %s; training goes on, %s has every row", self.name, what, METRICS)
 
 
+_OUTCOMES: dict[type[BaseException], str] = {Preempted: "preempted", PeerLost: "lost", PeerError: "lost"}
+
+
 class Tracking:
     """One training job, as the rest of the code tells it. It is a context: how it ends is how the tracked runs end."""
 
@@ -264,10 +273,12 @@ class Tracking:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        outcome = "finished" if kind is None else "preempted" if isinstance(error, Preempted) else "failed"
+        outcome = "finished" if kind is None else _OUTCOMES.get(kind, "failed")
         if isinstance(error, NotFinite):
-            self.alert(error.seed, error.step, "not_finite", str(error))
-        deadline = time.monotonic() + (LAST_SECONDS_OF_PREEMPTED if outcome == "preempted" else LAST_SECONDS)
+            with contextlib.suppress(UserError):  # a full disk is not what this run ended of
+                self.alert(error.seed, error.step, "not_finite", str(error))
+        patience = LAST_SECONDS_OF_MODEL if self.args.wandb_log_model else LAST_SECONDS
+        deadline = time.monotonic() + LAST_SECONDS_EARLY.get(outcome, patience)
         for page in self._pages.values():
             page.finish(outcome, max(0.5, deadline - time.monotonic()))
         if any(name == "wandb" for name, _ in self._pages):
@@ -297,7 +308,8 @@ class Tracking:
             background.do(lambda page: page.alert(kind, f"seed {seed}, step {step}: {text}"))
 
     def seed_summary(self, seed: int, values: dict[str, Any]) -> None:
-        if not self.is_first:
+        """Once: of a seed that an earlier process has trained it may be told already."""
+        if not self.is_first or self._journal.has_summary_of(seed):
             return
         self._journal.log({"seed": seed, **values})
         for background, prefix in self._pages_of(seed):
@@ -313,23 +325,22 @@ class Tracking:
         if self.args.select_only:
             self._journal.collect(sorted(self.directory.glob("metrics_seed_*.jsonl")))
         self._journal.log(values)
-        if not self._pages:  # nothing had to be trained
-            self._open_pages([])
+        # Nothing may have been trained now, or not all seeds: their pages are told as well.
+        self._open_pages([] if self.args.select_only else [entry["seed"] for entry in seeds])
         seeds_by_number = {entry["seed"]: entry for entry in seeds}
         columns = list(seeds[0])
         rows = [[entry[name] for name in columns] for entry in seeds]
         for (_, seed), background in self._pages.items():
             shown = values
             if seed is not None:  # the page of a seed keeps that seed's own score and best step
-                own = seeds_by_number[seed]
-                shown = {name: value for name, value in values.items() if name not in own} | {
-                    "selected": own["selected"]
-                }
+                own = seeds_by_number.get(seed, {"selected": False})  # not there: it was trained, and not needed
+                shown = {name: value for name, value in values.items() if name not in own}
+                shown["selected"] = own["selected"]
             background.do(lambda page, shown=shown: page.summary(shown))  # type: ignore[misc]
             background.do(lambda page: page.table("seeds", columns, rows))
             if images:
                 background.do(lambda page: page.images(images))
-            if self.args.wandb_log_model:
+            if self.args.wandb_log_model and seed in (None, values["best_seed"]):
                 background.do(lambda page: page.model(model))
 
     def _pages_of(self, seed: int) -> list[tuple[Background, str]]:

@@ -14,7 +14,7 @@ usage: launch/single_node.sh [options] [--] ARGUMENTS OF gradiend_dist.train
   --dry_run           print the command and stop
   -h, --help          this text
 
-Also by environment: ENGINE, NUM_PROCESSES, ACCELERATE and GRADIEND_DIST (the commands, default: accelerate, gradiend-dist).
+Also by environment: ENGINE, NUM_PROCESSES; ACCELERATE and GRADIEND_DIST, the commands (accelerate, gradiend-dist).
 Example: launch/single_node.sh --engine multi_gpu -- --config run.yaml --experiment_dir runs/gender
 USAGE
 }
@@ -58,6 +58,7 @@ export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}   # seconds to save in, then they are killed
 export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2}
 command=("${ACCELERATE:-accelerate}" launch --quiet --config_file "$config" --num_processes "$processes" -m gradiend_dist.train "$@")
+[[ $engine != single || $processes -eq 1 ]] || fail "--engine single is one process and --num_processes is $processes: choose multi_gpu, or leave it out"
 # One process needs no launcher, which would end on a signal and leave it alone with its state.
 [[ $config != "$root/accelerate_configs/single.yaml" ]] || command=("${GRADIEND_DIST:-gradiend-dist}" train "$@")
 printf '%q ' "${command[@]}"; echo

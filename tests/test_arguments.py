@@ -285,3 +285,9 @@ def test_from_mapping__leaves_the_mapping_alone() -> None:
     values = {"topk": 3}
     assert from_mapping(PrePruneConfig, values, "pre_prune_config").topk == 3
     assert values == {"topk": 3}
+
+
+@pytest.mark.parametrize("use_cache", [False, True, "always", "only_convergent"])
+def test_selection__takes_seeds_that_did_not_converge_as_well(use_cache: bool | str) -> None:
+    args = TrainingArguments(experiment_dir="e", use_cache=use_cache, select_only=True)
+    assert args.reuses is True and TrainingArguments(use_cache=use_cache).reuses == use_cache

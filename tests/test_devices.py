@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -78,12 +81,19 @@ def test_utilisation__is_none_without_a_gpu_or_without_what_reads_it(monkeypatch
     """A stand-in for torch's call, which asks NVIDIA's library."""
     assert gpu_utilisation(torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "utilization", lambda _: 87)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert gpu_utilisation(torch.device("cuda:0")) is None
+
+    class NVMLError(Exception):
+        pass
+
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError))
     assert gpu_utilisation(torch.device("cuda:0")) == 87.0
 
-    def missing(device: torch.device) -> int:
-        raise ModuleNotFoundError(f"nothing reads {device}")
+    def not_supported(device: torch.device) -> int:
+        raise NVMLError(f"{device} is a slice")
 
-    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    monkeypatch.setattr(torch.cuda, "utilization", not_supported)
     assert gpu_utilisation(torch.device("cuda:0")) is None
 
 

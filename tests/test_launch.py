@@ -99,6 +99,7 @@ def test_job_script__asks_slurm_for_a_warning_and_to_be_queued_again(name: str) 
         ("seed_array.sbatch", ["--pairs", "p", "--", "x"], "--pairs needs --experiment_dir"),
         ("seed_array.sbatch", ["--pairs", "none", "--experiment_dir", "e", "--", "x"], "--pairs none does not exist"),
         ("seed_array.sbatch", ["--pairs", "bad", "--experiment_dir", "e", "--", "x"], "is not two classes: a b c"),
+        ("single_node.sh", ["--num_processes", "4", "--", "x"], "single is one process and --num_processes is 4"),
         ("sync_wandb.sh", ["nowhere"], "nowhere is no directory"),
         ("sync_wandb.sh", ["--limit", "x"], "--limit needs a number"),
         ("sync_wandb.sh", ["--nonsense"], "--nonsense is no option"),
@@ -118,11 +119,12 @@ def test_seed_array__submits_the_array_and_the_selection_after_it(tmp_path: Path
     found = run(*command, "--", "--run_name", EVIL, directory=tmp_path, PATH=f"{sbatch}:{os.environ['PATH']}")
     assert found.returncode == 0, found.stderr
     (array, home), (selection, _) = calls(tmp_path)
-    script, rest = f"{ROOT}/launch/seed_array.sbatch", ["--engine", "fsdp2", "--", "--run_name", EVIL]
+    script = f"{ROOT}/launch/seed_array.sbatch"
+    rest = ["--engine", "fsdp2", "--log_dir", "logs", "--", "--run_name", EVIL]
     slurm = ["--parsable", "--gpus-per-node=8", f"--comment={EVIL}"]
     seeds = ["--first_seed", "5", "--seeds", "3"]
     assert home == str(ROOT)
-    assert array == [*slurm, "--array=0-2%2", script, *seeds, *rest]
+    assert array == [*slurm, "--array=0-2%2", script, "--task", *seeds, *rest]
     after = ["--nodes=1", "--dependency=afterok:101", "--kill-on-invalid-dep=yes", "--output=%x-%j-select.log"]
     assert selection == [*slurm, *after, script, "--select", *seeds, *rest]
     assert shlex.split(found.stdout.splitlines()[0])[1:] == array, "what is printed is what is run"
@@ -143,7 +145,8 @@ def test_seed_array__prints_without_submitting(tmp_path: Path, sbatch: Path) -> 
         "--",
         "x",
     ]
-    found = run(*command, directory=tmp_path, PATH=f"{sbatch}:{os.environ['PATH']}")
+    # Also from inside an interactive job, which has a number as well.
+    found = run(*command, directory=tmp_path, PATH=f"{sbatch}:{os.environ['PATH']}", SLURM_JOB_ID="7")
     assert found.returncode == 0 and not (tmp_path / "calls").exists()
     assert f"--pairs {tmp_path}/pairs --experiment_dir {tmp_path}/all" in found.stdout
     assert "--dependency=afterok:ARRAY" in found.stdout
@@ -203,6 +206,8 @@ def test_submit__of_an_array_shows_both_jobs_without_submitting(
         (["--nodes", "0"], "nodes=0 must be positive"),
         (["--engine", "single", "--nodes", "2"], "engine=single is one process"),
         (["--seeds", "2", "--pairs", "p"], "seeds and pairs are both set"),
+        (["--pairs", "nowhere"], "pairs=nowhere does not exist"),
+        (["--sbatch_options='--x"], "cannot be read (No closing quotation)"),
         (["--parallel", "2"], "parallel=2 belongs to an array"),
         (["--seeds", "1"], "seeds=1 is no array"),
         (["--", "--max_steps", "0"], "max_steps=0 trains nothing"),

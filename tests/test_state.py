@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -276,22 +278,36 @@ def test_link_tree__shares_files_and_survives_a_replacement(tmp_path):
     assert (tmp_path / "b/file").read_text() == "old"
 
 
-@pytest.mark.parametrize("name", ["tensors/.metadata"])
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("evil", ["a function", "a name of torch's"])
 def test_state__that_would_run_code_is_refused(
-    masked_lm: Path, feature_frames: dict[str, Any], tmp_path: Path, name: str
+    masked_lm: Path, feature_frames: dict[str, Any], tmp_path: Path, evil: str
 ) -> None:
     """Fails if a state from elsewhere is unpickled as it is."""
-    import pickle
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return Path.touch, (tmp_path / "ran",)
-
+    name = "tensors/.metadata"
     with pytest.raises(Crash):
         train(masked_lm, feature_frames, tmp_path / "run", [CrashAt(8)])
     (state,) = (tmp_path / "run" / "state").glob("step_*")
     size = (state / name).stat().st_size
-    (state / name).write_bytes(pickle.dumps(Evil()))
+    command = f"touch {tmp_path / 'ran'}"
+    if evil == "a function":
+        (state / name).write_bytes(pickle.dumps(Evil(command)))
+    else:  # a name that the allowed module has imported itself
+        (state / name).write_bytes(
+            b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c"
+            + bytes([len(command)])
+            + command.encode()
+            + b"\x85R."
+        )
     complete = json.loads((state / "complete.json").read_text())
     complete["sizes"][name] = (state / name).stat().st_size
     assert size != complete["sizes"][name]
@@ -308,3 +324,27 @@ def test_state__holds_no_pickle_but_the_notes_of_torch(
         train(masked_lm, feature_frames, tmp_path / "run", [CrashAt(8)])
     kinds = {path.suffix or path.name for path in (tmp_path / "run" / "state").rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".distcp", ".metadata"}
+
+
+def test_evaluation_of_a_user__that_gives_numbers_of_numpy_goes_on_the_same(
+    masked_lm: Path, feature_frames: dict[str, Any], tmp_path: Path
+) -> None:
+    """Fails if such a score is lost with the state, and a worse checkpoint then takes the place of the best one."""
+
+    class Scores:
+        def __init__(self) -> None:
+            self.left = [0.2, 0.9, 0.5, 0.4, 0.3, 0.1]
+
+        def __call__(self, _model: Any) -> dict[str, Any]:
+            return {"correlation": np.float64(self.left.pop(0)), "mean_by_class": {1.0: torch.tensor(0.5)}}
+
+        def __repr__(self) -> str:
+            return "Scores"
+
+    scores = Scores()
+    options: dict[str, Any] = {"max_seeds": 1, "evaluate_fn": scores}
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path / "run", [CrashAt(6)], **options)  # the best one was at step 4
+    scores.left = [0.5, 0.4, 0.3, 0.1]
+    trainer = train(masked_lm, feature_frames, tmp_path / "run", [CrashAt(None)], **options)
+    assert trainer.get_training_stats()["best_score_checkpoint"]["correlation"] == 0.9

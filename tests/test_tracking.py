@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_wandb import API_KEY, FakeWandb, read_offline
 
-from gradiend_dist import TrainingArguments, UserError, tracking
+from gradiend_dist import TrainingArguments, UserError, comm, tracking, wandb_page
 from gradiend_dist.comm import Comm
 from gradiend_dist.errors import NotFinite
 from gradiend_dist.interrupt import Preempted
@@ -314,11 +314,48 @@ def test_seeds__as_grouped_runs_have_plain_names_and_their_own_score(
     assert (second["selection_score"], second["selected"], second["best_seed"]) == (0.7, False, 0)
 
 
+def test_grouped_runs__without_a_network_are_all_recorded_offline_with_one_warning(
+    tmp_path: Path, wandb_environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fails if the fall-back of one seed's run ends that of another, or if a seed that is not needed breaks the end."""
+    with FakeWandb("refuse") as service:
+        for name, value in service.environment.items():
+            wandb_environment.setenv(name, value)
+        with tracked(tmp_path, report_to=["wandb"], wandb_seed_runs="grouped") as run:
+            for seed in (0, 1):
+                run.begin([seed], 0)
+                run.row(seed, 1, {"loss": float(seed)})
+            run.summary({"best_seed": 0}, [{"seed": 0, "selected": True}], {}, tmp_path)  # seed 1 was dropped
+    found = {offline.run_id: offline for offline in map(read_offline, offline_files(tmp_path))}
+    assert sorted(found) == ["run-id-0", "run-id-1"]
+    for seed in (0, 1):
+        offline = found[f"run-id-{seed}"]
+        assert history(offline.rows) == [{"step": 1, "loss": seed}]
+        assert (offline.summary["selected"], offline.exit_code) == (seed == 0, 0)
+    assert caplog.text.count("training goes on") == 1
+
+
+def test_close__does_not_leave_the_program_where_the_helper_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave() -> None:
+        raise SystemExit(-9)
+
+    monkeypatch.setattr("wandb.teardown", leave)
+    wandb_page.close()
+
+
+@pytest.mark.parametrize("outcome", ["preempted", "failed", "lost"])
+def test_end__that_comes_early_is_told_before_a_launcher_loses_patience(outcome: str) -> None:
+    """A launcher kills rank 0 after 30 s; ranks that lost one wait 3 s for each other's word."""
+    limit = tracking.LAST_SECONDS_EARLY[outcome] + tracking.ABANDON_SECONDS
+    assert limit < (comm.LAST_WORDS_SECONDS if outcome == "lost" else 15.0)
+
+
 def test_model__is_an_artifact_on_request_and_plots_are_pictures(
     tmp_path: Path, wandb_environment: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "training.json").write_text('{"training_args": {"api_key": "never shown"}}')
     picture = tmp_path / "plot.png"
     pytest.importorskip("matplotlib.image").imsave(picture, [[0.0, 1.0]])
     with FakeWandb() as service:
@@ -326,8 +363,10 @@ def test_model__is_an_artifact_on_request_and_plots_are_pictures(
             wandb_environment.setenv(name, value)
         with tracked(tmp_path, report_to=["wandb"], wandb_log_model=True) as run:
             run.begin([0], 0)
-            run.summary({}, [{"seed": 0}], {"plots/training_convergence": picture}, tmp_path / "model")
+            picture_of = {"plots/training_convergence": picture}
+            run.summary({"best_seed": 0}, [{"seed": 0}], picture_of, tmp_path / "model")
         assert "gradiend-run-id" in str(service.artifacts)
+        assert b"never shown" not in b"".join(service.bodies), "the record of the model is cleaned"
         (found,) = service.runs.values()
         assert "plots/training_convergence" in str(found.history)
 

@@ -179,7 +179,8 @@ def test_job__whose_time_is_over_saves_is_queued_again_and_goes_on(
     cluster: Cluster, run_file: Path, undisturbed: Job, tmp_path: Path
 ) -> None:
     """What --signal=B:USR1@180 sends, in the middle of the second seed; the W&B run is the same one afterwards."""
-    job = submit(cluster, tmp_path, run_file, step_seconds=1.0)
+    # --resume false is for the start; a job that was queued again must not throw away what it has just saved.
+    job = submit(cluster, tmp_path, run_file, "--resume", "false", step_seconds=1.0)
     job.wait_for(r"seed 1 step 4/10")
     cluster.scancel("--batch", "--signal=USR1", job.id)
     job.wait_for(r"== queued again, to go on from the saved state")
