@@ -85,8 +85,10 @@ class Journal(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         where = {} if step is None else {"step": step}
         line = json.dumps(jsonable({"time": round(time.time(), 3), **where, **values}), allow_nan=False)
-        with explained(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with explained(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
     def finish(self) -> None:
         """Every row is on disk already."""
@@ -99,6 +101,8 @@ class Journal(GeneralTracker):
             seed = row.get("seed")
             return seed in known or (seed in seeds and row.get("step", done + 1) <= done)
 
+        if not self.path.exists():
+            return
         rows = [row for row in read_rows(self.path) if stays(row)]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 

@@ -688,8 +688,11 @@ def test_weights__not_finite_name_the_item_and_save_nothing(
     assert len(lines) == 1
     assert_says(lines[0], (PREFIX, *says))
     after = content(stage.runs)
-    after["run_config.yaml"] = before["run_config.yaml"]  # of a run that has begun, in one of the three cases
+    # A run that has begun, in one of the three cases, has left what it was and the alert that it ended with.
+    after["run_config.yaml"] = before["run_config.yaml"]
+    alert = after.pop("metrics.jsonl", None)
     assert after == before, "something was saved"
+    assert (alert is not None and b'"alert": "not_finite"' in alert) is ("do_eval" in changes)
 
 
 # --- where results go

@@ -65,6 +65,7 @@ def test_array__and_selection_are_one_run(
     assert again.model_path == trainer.model_path and result(tmp_path / "run") == result(plain)
 
 
+@pytest.mark.slow
 def test_task__that_was_killed_goes_on_beside_the_others(
     masked_lm: Path, feature_frames: dict[str, Any], plain: Path, tmp_path: Path
 ) -> None:

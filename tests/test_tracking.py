@@ -97,7 +97,6 @@ def test_other_ranks__write_nothing(tmp_path: Path) -> None:
 def test_full_disk__ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     with tracked(tmp_path) as run:
         run.begin([0], 0)
-        (tmp_path / METRICS).unlink()
         (tmp_path / METRICS).mkdir()
         with pytest.raises(UserError, match="cannot be written"):
             run.row(0, 1, {"loss": 1.0})
