@@ -349,6 +349,12 @@ class Comm:
             return bool(self.store.check(["failed"]))
         return False
 
+    def sign(self) -> None:
+        """This rank is alive, and has heard that another is not."""
+        if not self.is_alone:
+            with contextlib.suppress(RuntimeError):  # the launcher and its store are gone
+                self.store.set(f"alive/{self.rank}", b"")
+
     def last_words(self, lost: PeerLost) -> str | None:
         """What to say of a lost peer: None where another rank says it.
 

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from gradiend_dist import cache, seeds
 from gradiend_dist.arguments import PostPruneConfig, TrainingArguments, require
 from gradiend_dist.checkpoint import TRAINING, restore_weights, save_model
+from gradiend_dist.comm import PeerLost
 from gradiend_dist.engines import StepOptions
 from gradiend_dist.files import explained, jsonable, read_json, write_json
 from gradiend_dist.interrupt import Interrupt
@@ -103,9 +104,12 @@ class SeedTraining:
                 if self.args.only_seed is None:
                     self._finish(results)
                     self._track(results, tracking)
-            except BaseException:
-                # Trackers are told why it ends; a launcher that ends the other ranks meanwhile must not cut that short.
+            except BaseException as error:
+                # Trackers are told why it ends; a launcher that ends the other ranks meanwhile must not cut that short,
+                # and ranks that look for a lost one must not take this one for it.
                 self.keeper.interrupt.ignore()
+                if isinstance(error, PeerLost):
+                    self.comm.sign()
                 raise
         self.keeper.close()
         return results

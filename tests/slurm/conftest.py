@@ -28,7 +28,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(reason)
     # Not tmp_path: its parents are closed to others, which munged refuses.
     directory = Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster = Cluster(directory, proctrack=strictest_proctrack())
+    cluster = Cluster(directory, proctrack=strictest_proctrack(), kill_wait=10)  # clusters have 30
     cluster.start()
     try:
         yield cluster

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,8 +256,13 @@ def test_job__goes_on_after_its_node_was_lost(
     job.wait_for(r"state saved after step 4")
     cluster.kill_node("n2")
     cluster.wait_state(job.id, "PENDING", 120)
+    cluster.run("scontrol", "hold", job.id)
     cluster.restart_node("n2")
-    cluster.start_now(job.id, 120)
+    # Not at once: what Slurm could not tell the lost node about this job, it says when the node is back. On clusters a
+    # job waits for two minutes; here it would be seconds, for the sake of the other tests.
+    time.sleep(90)
+    cluster.run("scontrol", "release", job.id)
+    job.wait_for(r"start 2, 2 nodes x 2 ranks")
     assert job.end() == "COMPLETED"
     assert "going on after step" in job.text
     assert outcome(job.results)["weights"] == outcome(undisturbed.results)["weights"]
@@ -272,7 +279,8 @@ def test_job__goes_on_after_a_rank_was_killed(
     cluster.start_now(job.id, 120)
     assert job.end() == "COMPLETED"
     assert "going on after step" in job.text
-    assert "rank 3 is gone or does not answer" in job.text.split("== last lines of ")[1]
+    # Ranks hear of it one after another, by the connections that close: who has not heard yet may be named as well.
+    assert re.search(r"rank (\d, )*3 is gone or does not answer", job.text.split("== last lines of ")[1])
     assert outcome(job.results)["weights"] == outcome(undisturbed.results)["weights"]
 
 
