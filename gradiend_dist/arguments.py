@@ -477,6 +477,10 @@ class TrainingArguments(
             "pass at least 2.",
         )
 
+        self._check_array()
+
+    def _check_array(self) -> None:
+        """A run whose seeds are tasks of a job array."""
         last = self.first_seed + self.max_seeds - 1
         require(
             self.only_seed is None or self.first_seed <= self.only_seed <= last,

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from gradiend_dist import charts
 from gradiend_dist.arguments import TrainingArguments, require
 from gradiend_dist.charts import Point, Series, Strip, escape, exact, short
+from gradiend_dist.clock import SECTIONS
 from gradiend_dist.errors import UserError
 from gradiend_dist.facts import without_secrets
 from gradiend_dist.files import jsonable, write_text
@@ -62,7 +63,6 @@ TIMES = {
     "eval": ("evaluation", "c6"),
     "save": ("saving", "c1"),
 }
-SECTIONS = ("data", "base_gradient", "gradiend", "communication", "evaluation", "save")
 REFERENCE_TIMES = ("data_preparation", "model_with_gradiend", "eval", "save")
 RATES = (
     ("gradients_per_second", "gradients a second", ""),

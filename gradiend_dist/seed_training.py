@@ -115,17 +115,15 @@ class SeedTraining:
         return results
 
     def _tracking(self) -> Tracking:
-        facts = (
-            {}
-            if not self.comm.is_first
-            else {
-                **self.facts(),
-                "engine": self.bench.spread.launch.engine,
-                "base_model_sharded": self.bench.spread.launch.shards_base,
-                "world_size": self.comm.world_size,
-                "space_size": self.bench.space.size,
-            }
-        )
+        launch = self.bench.spread.launch
+        facts = {
+            "engine": launch.engine,
+            "base_model_sharded": launch.shards_base,
+            "world_size": self.comm.world_size,
+            "space_size": self.bench.space.size,
+        }
+        if self.comm.is_first:  # versions, commit and hardware are asked for once
+            facts = {**self.facts(), **facts}
         return Tracking(self.args, self.comm, self.places.logs, self.keeper.tracker_run_id, facts)
 
     def _train_all(self, tracking: Tracking) -> list[SeedResult]:
