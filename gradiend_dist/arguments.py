@@ -32,6 +32,9 @@ OBJECTIVES = ("auto", "mlm_mask_token", "clm_next_token")
 IGNORED_BY_REFERENCE = (
     "latent_dim", "activation_encoder", "activation_decoder", "bias_decoder", "torch_dtype", "evaluate_fn",
 )  # fmt: skip
+INITIALIZATIONS = ("random", "spectral")
+# One step of learning_rate=auto moves a latent by at most this, and a decoder entry by this share of the target's rms.
+AUTO_RATE = 0.03
 TRACKERS = ("wandb", "tensorboard")
 SCHEDULERS = (
     "constant",
@@ -199,8 +202,18 @@ class LoopArguments:
     train_max_size: int | None = help_field(None, "At most this many training rows per direction.")
     max_length: int = help_field(256, "Longest row in tokens; longer ones keep a window around the blank.")
     num_train_epochs: int = help_field(3, "Passes over the data. Ignored when max_steps > 0.")
-    max_steps: int = help_field(-1, "Total optimizer steps; overrides num_train_epochs when > 0.")
-    learning_rate: float = help_field(1e-5, "Peak learning rate.")
+    max_steps: int = help_field(
+        -1, "Total optimizer steps; overrides num_train_epochs when > 0. 0: the spectral start alone."
+    )
+    initialization: str = help_field(
+        "random", "random: the reference's start; spectral: encoder and decoder in closed form from a few gradients."
+    )
+    spectral_items: int = help_field(
+        16, "Gradients that initialization=spectral and learning_rate=auto work with, as many of each direction."
+    )
+    learning_rate: float | str = help_field(
+        1e-5, "Peak learning rate, or auto: steps of encoder and decoder in proportion to the gradients."
+    )
     lr_scheduler_type: str = help_field("constant", f"One of {', '.join(SCHEDULERS)}.")
     warmup_steps: int = help_field(0, "Steps of linear warm-up.")
     warmup_ratio: float = help_field(0.0, "Share of all steps that warm up, when warmup_steps is 0.")
@@ -414,11 +427,7 @@ class TrainingArguments(
             require_positive(name, getattr(self, name))
         for name in ("gradient_accumulation_steps", "num_train_epochs", "adam_epsilon", "max_length"):
             require_positive(name, getattr(self, name))
-        require(self.learning_rate > 0, f"learning_rate={self.learning_rate} is not positive: pass e.g. 1e-5.")
-        require(
-            self.max_steps > 0 or self.max_steps == -1,
-            f"max_steps={self.max_steps} trains nothing: pass a positive number, or -1 to use num_train_epochs.",
-        )
+        self._check_start()
         for name in ("weight_decay", "max_grad_norm", "warmup_steps"):
             require_positive(name, getattr(self, name), zero=True)
         require(0 <= self.warmup_ratio <= 1, f"warmup_ratio={self.warmup_ratio} is not a share: pass 0 to 1.")
@@ -435,6 +444,26 @@ class TrainingArguments(
         require(
             not (self.supervised_encoder and self.supervised_decoder),
             "supervised_encoder and supervised_decoder are both set: pass only one.",
+        )
+
+    def _check_start(self) -> None:
+        """Where training starts, and how large its steps are."""
+        require_choice("initialization", self.initialization, INITIALIZATIONS)
+        rate = self.learning_rate
+        require(
+            rate == "auto" or (not isinstance(rate, str) and rate > 0),
+            f"learning_rate={rate!r} is neither a positive number nor auto: pass e.g. 1e-5.",
+        )
+        steps = self.max_steps
+        require(
+            steps > 0 or steps == -1 or (steps == 0 and self.starts_trained),
+            f"max_steps={steps} trains nothing: pass a positive number, or -1 to use num_train_epochs; 0 is for "
+            "initialization=spectral.",
+        )
+        require(
+            self.spectral_items > self.latent_dim,
+            f"spectral_items={self.spectral_items} is too few for latent_dim={self.latent_dim}: pass at least "
+            f"{self.latent_dim + 1}.",
         )
 
     def _check_evaluation(self) -> None:
@@ -560,6 +589,31 @@ class TrainingArguments(
         return self.first_seed
 
     @property
+    def starts_trained(self) -> bool:
+        """Is the start a result already, which competes with the steps that follow?"""
+        return self.initialization == "spectral"
+
+    @property
+    def refines(self) -> bool:
+        """Are step sizes those that the gradients allow?"""
+        return self.learning_rate == "auto"
+
+    @property
+    def looks_at_items(self) -> bool:
+        """Are `spectral_items` gradients looked at before training?"""
+        return self.starts_trained or self.refines
+
+    @property
+    def peak_rate(self) -> float:
+        """What the scheduler scales: a learning rate, or, with auto, a share of what the gradients allow."""
+        return AUTO_RATE if isinstance(self.learning_rate, str) else self.learning_rate
+
+    def seen_label(self, label: float) -> float:
+        """The class of the token that the encoder sees, as +1, -1 or 0, of a row with this label."""
+        factual = self.supervised_decoder and self.behaviour.supervised_decoder_factual
+        return -label if self.source == "alternative" and not factual else label
+
+    @property
     def prunes_each_seed(self) -> bool:
         """Does every seed have a pruned space of its own? Only as the reference has it."""
         config = self.pre_prune_config
@@ -581,6 +635,11 @@ class TrainingArguments(
         wanted = self.do_eval and (self.eval_strategy != "no" or self.behaviour.no_strategy_is_ignored)
         fails = self.behaviour.differences_unevaluated and self.source == "diff"
         return wanted and not fails and not self.supervised_decoder
+
+    @property
+    def measures_decoder(self) -> bool:
+        """Is the decoder's share of the target measured? Not where it is not trained."""
+        return (self.evaluates or (self.supervised_decoder and self.do_eval)) and not self.supervised_encoder
 
     @property
     def keeps_best(self) -> bool:

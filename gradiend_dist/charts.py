@@ -133,19 +133,24 @@ def line_chart(
     series: Sequence[Series],
     *,
     y_range: tuple[float, float] | None = None,
+    lowest: float = -math.inf,
     thresholds: Sequence[float] = (),
+    mark: str = "threshold",
     best: int | None = None,
     x_name: str = "step",
     log_x: bool = False,
 ) -> str:
-    """Lines over steps in a panel with legend; dashed thresholds, and the best step dotted."""
+    """Lines over steps in a panel with legend; dashed thresholds, which are called `mark`, and the best step dotted.
+
+    What is below `lowest` lies on the edge of the panel; its tip says where it is.
+    """
     series = [line for line in series if any(y is not None for _, y in line.points)]
     if not series:
         return panel(title, "", '<p class="empty">nothing recorded yet</p>')
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points if y is not None]
     ys += [y for line in series for _, low, high in line.band for y in (low, high)]
-    low, high = _limits(ys, y_range)
+    low, high = _limits([max(y, lowest) for y in ys], y_range)
     x = Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log=log_x)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP)
     best = best if best is not None and x.low <= best <= x.high else None
@@ -157,8 +162,8 @@ def line_chart(
     body += [part for line in reversed(series) for part in _line(line, x, y)]
     body += _stars(series, best, x, y) if best is not None else []
     body += _tips(series, x, x_name)
-    mark = _key("mark", f"threshold {_joined(thresholds)}") if thresholds else ""
-    return panel(title, _legend(series) + mark, _svg(HEIGHT, title, body))
+    marked = _key("mark", f"{mark} {_joined(thresholds)}") if thresholds else ""
+    return panel(title, _legend(series) + marked, _svg(HEIGHT, title, body))
 
 
 def _limits(values: Sequence[float], wanted: tuple[float, float] | None) -> tuple[float, float]:

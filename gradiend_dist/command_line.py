@@ -94,7 +94,8 @@ class CommandParser(HfArgumentParser):
 def from_yaml(action: argparse.Action, value: Any, path: str) -> Any:
     """A value of a configuration file as the flag would have read it."""
     if value is None:
-        if action.default is None or isinstance(action.type, types.FunctionType):
+        takes_null = isinstance(action.type, types.FunctionType) and action.type is not number_or_word
+        if action.default is None or takes_null:
             return None
         raise UserError(f"--config {path}: {action.dest} is empty: write a value, or leave the line out.")
     convert = string_to_bool if action.nargs == 0 else action.type  # a bare flag (--dry_run) has no type
@@ -132,6 +133,8 @@ def converter(annotation: Any) -> Callable[[str], Any] | None:
     optional = len(plain) < len(parts)
     if len(plain) == 1 and plain[0] in (int, float, str):
         return optionally(plain[0]) if optional else None
+    if set(plain) == {float, str}:
+        return number_or_word
     if len(plain) == 1 and (plain[0] is bool and not optional or typing.get_origin(plain[0]) is list):
         item = typing.get_args(plain[0])
         return structured if item and typing.get_origin(item[0]) is list else None
@@ -144,6 +147,17 @@ def optionally(kind: type) -> Callable[[str], Any]:
 
     convert.__name__ = kind.__name__  # argparse names it in its messages
     return convert
+
+
+def number_or_word(text: str) -> float | str:
+    """1e-5 or auto; whatever is neither is told by name when the arguments are checked."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+number_or_word.__name__ = "float"
 
 
 def structured(text: str) -> Any:

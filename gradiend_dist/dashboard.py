@@ -220,6 +220,10 @@ def convergence() -> list[PanelTypes]:
     return [
         lines("Loss", "loss"),
         lines("Correlation", "correlation", range_y=(-1.0, 1.0)),
+        # From -1: what an untrained decoder is wrong by would hide the rest.
+        lines("Target explained, and its limit", "explained", pattern="(_limit)?", range_y=(-1.0, 1.0)),
+        lines("Target explained, its mean taken out", "explained_centred", range_y=(-1.0, 1.0)),
+        lines("Held-out loss", "held_out_loss"),
         lines("Gradient norm", "grad_norm"),
         lines("Learning rate", "learning_rate"),
         lines("Encoder norm", "encoder_norm"),
@@ -237,6 +241,7 @@ def seeds() -> list[PanelTypes]:
         wr.ScalarChart(title="Converged", metric="converged"),
         wr.ScalarChart(title="Converged seeds", metric="convergent_count"),
         wr.BarPlot(title="Best correlation, with a run for each seed", metrics=["best_correlation"]),
+        wr.BarPlot(title="Target explained, with a run for each seed", metrics=["explained"]),
         wr.WeavePanelSummaryTable(table_name="seeds"),
         wr.MediaBrowser(title="Training of the selected seed", media_keys=["plots/training_convergence"]),
         wr.RunComparer(),  # also seed_0/selection_score, ...: the other panels of summaries take no pattern

@@ -30,6 +30,7 @@ from gradiend_dist.evaluation.metrics import flip
 from gradiend_dist.gradients import GradientSource, Item, ItemRows
 from gradiend_dist.health import History, signals
 from gradiend_dist.model import ODD_ACTIVATIONS, ModelWithGradiend
+from gradiend_dist.reconstruction import HeldOut
 from gradiend_dist.schedule import Schedule
 from gradiend_dist.state import StateKeeper, plain_fields
 from gradiend_dist.tracking import Tracking
@@ -37,7 +38,14 @@ from gradiend_dist.tracking import Tracking
 logger = logging.getLogger(__name__)
 
 # Evaluation fields that are the same at every step or too large to keep for each.
-CONSTANT_FIELDS = ("label_value_to_class_name", "boundaries", "eval_group_basis", "sample_counts", "n_samples")
+CONSTANT_FIELDS = (
+    "label_value_to_class_name", "boundaries", "eval_group_basis", "sample_counts", "n_samples", "explained_limit",
+    "explained_centred_limit",
+)  # fmt: skip
+# Of the numbers that the decoder is measured by, those that are tracked.
+DECODER_FIELDS = ("explained", "explained_centred", "explained_limit", "held_out_loss")
+# Refinement of a closed form: correlations that differ by less are the same, and the held-out loss decides.
+SAME_CORRELATION = 0.01
 
 
 @dataclass
@@ -55,10 +63,10 @@ class Plan:
         per_step = args.gradiend_batch_size * args.gradient_accumulation_steps
         steps_per_epoch = -(-len(schedule) // per_step)
         epochs = args.num_train_epochs
-        if args.max_steps > 0 and not args.behaviour.max_steps_is_a_cap:
+        if args.max_steps >= 0 and not args.behaviour.max_steps_is_a_cap:
             epochs = -(-args.max_steps // steps_per_epoch)
         total = steps_per_epoch * epochs
-        if args.max_steps > 0:
+        if args.max_steps >= 0:
             total = min(total, args.max_steps)
         return cls(schedule, args.gradiend_batch_size, args.gradient_accumulation_steps, epochs, total)
 
@@ -196,13 +204,14 @@ class TrainingLoop:
         rows: ItemRows,
         gradients: GradientSource,
         evaluation: EncoderEvaluation | None,
+        held_out: HeldOut | None,
         keeper: StateKeeper,
         tracking: Tracking,
         *,
         more_seeds_follow: bool = False,
     ) -> None:
         self.args, self.runs, self.plan = args, list(runs), plan
-        self.rows, self.gradients, self.evaluation = rows, gradients, evaluation
+        self.rows, self.gradients, self.evaluation, self.held_out = rows, gradients, evaluation, held_out
         self.keeper, self.comm, self.tracking = keeper, keeper.comm, tracking
         self.keep = more_seeds_follow or plan.visits_items_again()
         only_supervised = args.behaviour.loss_only_supervised
@@ -227,6 +236,7 @@ class TrainingLoop:
         self.tracking.begin([run.seed for run in self.runs], done)
         if self.evaluation is not None and done and self.args.evaluate_fn is None:
             self.evaluation.encode(self._encoder(self.runs[0]))  # its gradients are kept first, as at step 0
+            self._measure_decoder(self.runs[0])
         elif self.evaluation is not None and not done:
             for run in self.runs:
                 self._evaluate(run, step=0, epoch=0)
@@ -243,6 +253,9 @@ class TrainingLoop:
             self._train(done, bar)
         for run in self.runs:
             run.read_steps()
+            self._close_form(run)
+            if self.evaluation is None:
+                self._remember_decoder(run, len(run.losses))
             self._fire(run, "on_train_end")
 
     def _train(self, done: int, bar: Any) -> None:
@@ -295,7 +308,7 @@ class TrainingLoop:
 
     def _make_scheduler(self) -> Any:
         """Hugging Face's schedulers want an optimizer: one without weights carries the learning rate."""
-        carrier = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
+        carrier = torch.optim.SGD([torch.zeros(1)], lr=self.args.peak_rate)
         warmup = self.args.warmup_steps or int(self.args.warmup_ratio * self.plan.total_steps)
         return get_scheduler(self.args.lr_scheduler_type, carrier, warmup, self.plan.total_steps), carrier
 
@@ -345,7 +358,9 @@ class TrainingLoop:
         twice = self.args.max_seeds > 1 or self.plan.visits_items_again()
         kinds = len({self.args.source, self.args.target})
         evaluated = 0 if self.evaluation is None else len(self.evaluation.unique)
-        count = kinds * len(self._visited) + evaluated
+        measured = 0 if self.held_out is None else self.held_out.num_vectors
+        started = kinds * len(self.runs) * self.args.spectral_items if self.args.looks_at_items else 0
+        count = kinds * len(self._visited) + evaluated + measured + started
         needed = 4 * self.gradients.base.largest_part * count
         return twice and self.gradients.base.in_rounds and needed <= self.gradients.store.budget_bytes
 
@@ -373,9 +388,7 @@ class TrainingLoop:
 
     def _label(self, number: int) -> float:
         """The class of the token that the encoder sees, as +1, -1 or 0."""
-        label = float(self.rows.labels[int(self.plan.schedule.batches[number][0])])
-        factual = self.args.supervised_decoder and self.args.behaviour.supervised_decoder_factual
-        return -label if self.args.source == "alternative" and not factual else label
+        return self.args.seen_label(float(self.rows.labels[int(self.plan.schedule.batches[number][0])]))
 
     def _after_step(self, run: SeedRun, step: int, epoch: int) -> None:
         last = step == self.plan.total_steps
@@ -424,7 +437,7 @@ class TrainingLoop:
             else:
                 metrics = self.evaluation.metrics(self._encoder(run))
             metrics = self.comm.decide(metrics)
-        metrics = self._normalise(run, step, metrics)
+        metrics = {**self._normalise(run, step, metrics), **self._measure_decoder(run)}
         self._remember(run, step, metrics)
         if not self.by_loss:
             self._compete(run, step, epoch, correlation=metrics["correlation"])
@@ -441,7 +454,25 @@ class TrainingLoop:
     def _track_evaluation(self, run: SeedRun, step: int, metrics: dict[str, Any]) -> None:
         names = metrics.get("label_value_to_class_name", {})
         means = {f"mean_encoding/{names.get(k, k)}": mean for k, mean in metrics.get("mean_by_class", {}).items()}
-        self.tracking.row(run.seed, step, {"correlation": metrics["correlation"], **means})
+        shares = {name: metrics[name] for name in DECODER_FIELDS if metrics.get(name) is not None}
+        self.tracking.row(run.seed, step, {"correlation": metrics["correlation"], **shares, **means})
+
+    def _measure_decoder(self, run: SeedRun) -> dict[str, float | None]:
+        if self.held_out is None:
+            return {}
+        with self.clock.spending("evaluation"):
+            return self.held_out.measure(run.engine.weights())
+
+    def _remember_decoder(self, run: SeedRun, step: int) -> None:
+        """Where the encoder is not evaluated, or not trained: once, at the end."""
+        shares = self._measure_decoder(run)
+        for name, value in shares.items():
+            if name in CONSTANT_FIELDS:
+                run.stats[name] = value
+            else:
+                run.stats[name] = {step: value}
+        if shares:
+            self.tracking.row(run.seed, step, {n: shares[n] for n in DECODER_FIELDS if shares[n] is not None})
 
     def _tell_callbacks(self, run: SeedRun, metrics: dict[str, Any]) -> None:
         """Callbacks compare with the best value before this one; only then is it updated."""
@@ -481,14 +512,24 @@ class TrainingLoop:
                 run.stats.setdefault(name, {})[step] = value
 
     def _compete(self, run: SeedRun, step: int, epoch: int, *, correlation: float) -> None:
-        if step == 0 and not self.args.behaviour.step_zero_competes:
+        if step == 0 and not (self.args.behaviour.step_zero_competes or self.args.starts_trained):
             return
         score = abs(correlation)
-        beaten = run.best.score is not None and score <= run.best.score
-        if beaten and self.args.keeps_best:  # without checkpoints the last model is the one that stays
-            return
+        if self.args.keeps_best and not self._is_better(run, step, score):
+            return  # without checkpoints the last model is the one that stays
         run.best = Best(score, correlation=correlation, step=step, epoch=epoch, saved=run.best.saved)
         self._save_best(run)
+
+    def _is_better(self, run: SeedRun, step: int, score: float) -> bool:
+        """The larger correlation; while a closed form is refined, the smaller held-out loss among almost equal ones,
+        and nothing whose held-out loss is larger than it was at the start."""
+        best = run.best
+        losses = run.stats.get("held_out_loss", {})
+        if best.score is None or not (self.args.starts_trained and self.args.refines and 0 in losses):
+            return best.score is None or score > best.score
+        if losses[step] > losses[0] or score < best.score - SAME_CORRELATION:
+            return False
+        return bool(score > best.score + SAME_CORRELATION or losses[step] < losses[best.step])
 
     def _watch_loss(self, run: SeedRun, step: int, epoch: int, boundary: bool) -> None:
         """The best checkpoint where there is no correlation to go by."""
@@ -503,8 +544,14 @@ class TrainingLoop:
             run.best = Best(1.0, correlation=-1.0, step=0 if self.args.do_eval else 1, epoch=0)
             self._save_best(run)
 
+    def _close_form(self, run: SeedRun) -> None:
+        """A closed form that took no step has no loss of training to go by: that of its own items."""
+        if self.by_loss and run.best.score is None and self.args.starts_trained and not run.losses:
+            loss = run.stats["spectral"]["loss"]
+            run.best = Best(None if loss is None else -loss, loss=loss, step=0, epoch=0)
+
     def _save_best(self, run: SeedRun) -> None:
-        if not self.args.keeps_best or run.best.step == 0:
+        if not self.args.keeps_best or (run.best.step == 0 and not self.args.starts_trained):
             return
         self._save(run, run.best_path)
         run.best.saved = True

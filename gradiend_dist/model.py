@@ -40,7 +40,7 @@ from gradiend_dist.space import ParameterSpace, Part
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
+ACTIVATION_MODULES: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
     "relu": nn.ReLU,
     "leakyrelu": nn.LeakyReLU,
@@ -107,11 +107,11 @@ class GradiendModel(nn.Module):
         encoder_at, decoder_at = device_encoder or device or "cpu", device_decoder or device or "cpu"
         self.encoder = nn.Sequential(
             Projection(width, latent_dim, bias=True, device=encoder_at, dtype=torch_dtype),
-            _ACTIVATION_MODULES[activation_encoder](),
+            ACTIVATION_MODULES[activation_encoder](),
         )
         self.decoder = nn.Sequential(
             Projection(latent_dim, width, bias=bias_decoder, device=decoder_at, dtype=torch_dtype),
-            _ACTIVATION_MODULES[activation_decoder](),
+            ACTIVATION_MODULES[activation_decoder](),
         )
         if initialize:
             self.reset_parameters(generator)

@@ -17,7 +17,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,6 +70,11 @@ RATES = (
     ("memory_gib", "most memory", "GiB"),
     ("gpu_utilisation", "GPU busy", "%"),
 )
+# A decoder that was not trained may be wrong by any factor: how far below zero it is says nothing more.
+LOWEST_PERCENT = -100.0
+# At most this part of what it could explain: the decoder was hardly trained.
+UNTRAINED = 0.5
+HIGH_CORRELATION = 0.5
 NO_METRICS = f"This run has no {METRICS}: it was trained by an older version. Train again to have it."
 
 
@@ -112,7 +117,7 @@ def header(run: Run) -> str:
     return (
         f'<header><p class="over">GRADIEND · {escape(" / ".join(run.targets()) or "training")}</p>'
         f'<h1>{escape(run.name)} <span id="verdict" class="badge {look}">{verdict}</span></h1>'
-        f'<p class="lead">{escape(sentence)}</p><div class="tiles">{tiles}</div></header>'
+        f'<p class="lead">{escape(sentence)}</p>{hint(run)}<div class="tiles">{tiles}</div></header>'
     )
 
 
@@ -121,15 +126,44 @@ def verdict_of(run: Run) -> tuple[str, str, str]:
     best = run.selected
     means = ", ".join(f"{name} {signed(mean)}" for name, mean in best.means_at_best().items())
     found = best.score_words() + ("" if best.best_step is None else f" at step {best.best_step}")
+    if (share := best.explained_at_best()) is not None:
+        limit = or_dash(best.explained_limit, whole_percent)
+        found += f"; the decoder explains {whole_percent(share)} of the target (class means: {limit})"
     found += f"; mean encoding {means}" if means else ""
     if not run.finished:
         active = next((seed for seed in reversed(run.seeds) if not seed.record), run.seeds[-1])
         where = f"Seed {active.number} is at step {active.last_step}{_of_steps(run)}{_last_seen(run)}."
         return "busy", "not finished", f"{where} Best so far is seed {best.number}: {found}."
-    chosen = f"Seed {best.number}" + (f" of {len(run.seeds)} was selected" if len(run.seeds) > 1 else " was trained")
+    alone = " was solved in closed form" if best.is_closed_form else " was trained"
+    chosen = f"Seed {best.number}" + (f" of {len(run.seeds)} was selected" if len(run.seeds) > 1 else alone)
     if best.converged:
         return "good", "converged", f"{chosen}: {found}."
     return "bad", "not converged", f"{chosen}, but {best.reason or 'it did not converge'}: {found}."
+
+
+def explained_words(seed: Seed) -> str:
+    """What the decoder explains at the best step, of what one latent can: 78 % of 81 %; nothing if not measured."""
+    share, limit = seed.explained_at_best(), seed.explained_limit
+    if share is None:
+        return ""
+    return whole_percent(share) if limit is None else f"{whole_percent(share)} of {whole_percent(limit)}"
+
+
+def hint(run: Run) -> str:
+    """The encoder may tell the classes apart long before the decoder is of use: its correlation does not show that."""
+    seed = run.selected
+    share, limit, correlation = seed.explained_at_best(), seed.explained_limit, seed.correlation
+    if not run.finished or share is None or limit is None or correlation is None:
+        return ""
+    if abs(correlation) < HIGH_CORRELATION or limit <= 0.0 or share >= UNTRAINED * limit:
+        return ""
+    solved = "spectral" in seed.stats
+    remedy = "Raise <code>spectral_items</code>" if solved else "Use <code>initialization=spectral</code>"
+    return (
+        f'<p class="hint">The decoder explains {whole_percent(max(share, 0.0))} of the target, class means would '
+        f"explain {whole_percent(limit)}: the encoder tells the classes apart, but the decoder is hardly trained. "
+        f"{remedy}, or <code>learning_rate=auto</code>, or more steps.</p>"
+    )
 
 
 def _of_steps(run: Run) -> str:
@@ -154,8 +188,10 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     where = "" if best.best_step is None else f", step {best.best_step}"
     share = f"{percent(run.kept, run.size)} of {run.size:,}" if run.weights else "known at the end"
     health_words = "not recorded" if not run.rows else "see Health" if alerts else "all looks well"
+    explained, limit = best.explained_at_best(), or_dash(best.explained_limit, whole_percent)
     return [
         (name, or_dash(score, exact), f"seed {best.number}{where}"),
+        *([] if explained is None else [("target explained", whole_percent(explained), f"class means: {limit}")]),
         ("seeds converged", f"{sum(seed.converged is True for seed in judged)} of {len(judged)}", _required(run)),
         ("weights kept", f"{run.kept:,}" if run.weights else "–", share),
         ("time", or_dash(seconds, duration), f"of seed {best.number}"),
@@ -172,26 +208,56 @@ def _required(run: Run) -> str:
 
 def convergence(run: Run) -> str:
     seed = run.selected
+    star = "" if seed.best_step is None else f" ★ and the dotted line: its best step, {seed.best_step}."
+    how = " In closed form: no step was trained." if seed.is_closed_form else star
+    limit = " Class means: the most that one latent can explain of the target." if _is_measured(run) else ""
+    panels = [*_panels_of_selected(run), *(_panels_of_all(run) if len(run.seeds) > 1 else ())]
+    return f'<p class="note">Seed {seed.number}.{how}{limit}</p><div class="pair">{"".join(panels)}</div>'
+
+
+def _panels_of_selected(run: Run) -> Iterator[str]:
+    seed = run.selected
     limits = numbers(seed.info) or numbers(run.config)
     threshold = limits.get("threshold", limits.get("convergent_score_threshold"))
     by_loss = seed.info.get("convergence_metric") == "loss"
     limit = limits.get("convergent_mean_by_class_threshold")
     marks = [] if threshold is None else [threshold]
-    means = [Series(name, values, run.look(name)) for name, values in seed.means.items()]
-    scores = [Series("correlation", seed.scores)]
     of_score, of_loss = ([], marks) if by_loss else (marks, [])
     of_means = [] if limit is None else [limit, -limit]
-    step = seed.best_step
-    parts = [
-        charts.line_chart("Correlation", scores, y_range=(0.0, 1.0), thresholds=of_score, best=step),
-        charts.line_chart("Mean encoding of each class", means, y_range=(-1.0, 1.0), thresholds=of_means, best=step),
-        charts.line_chart("Loss", [smoothed(seed.losses)], thresholds=of_loss, best=step),
-        charts.line_chart("Correlation of all seeds", _seed_lines(run), y_range=(0.0, 1.0))
-        if len(run.seeds) > 1
-        else charts.line_chart("Norms of the GRADIEND weights", _norms(run)),
-    ]
-    star = "" if step is None else f" ★ and the dotted line: its best step, {step}."
-    return f'<p class="note">Seed {seed.number}.{star}</p><div class="pair">{"".join(parts)}</div>'
+    means = [Series(name, values, run.look(name)) for name, values in seed.means.items()]
+    best = seed.best_step
+    scores = [Series("correlation", seed.scores)]
+    yield charts.line_chart("Correlation", scores, y_range=(0.0, 1.0), thresholds=of_score, best=best)
+    if _is_measured(run):
+        yield _explained_chart(run, "Target explained, %", [Series("decoder", percents(seed))], best)
+    yield charts.line_chart("Mean encoding of each class", means, y_range=(-1.0, 1.0), thresholds=of_means, best=best)
+    if not seed.is_closed_form:
+        yield charts.line_chart("Loss", [smoothed(seed.losses)], thresholds=of_loss, best=best)
+    if not seed.is_closed_form and len(run.seeds) == 1:
+        yield charts.line_chart("Norms of the GRADIEND weights", _norms(run))
+
+
+def _panels_of_all(run: Run) -> Iterator[str]:
+    scores = _seed_lines(run, lambda seed: seed.scores)
+    yield charts.line_chart("Correlation of all seeds", scores, y_range=(0.0, 1.0))
+    if _is_measured(run):
+        yield _explained_chart(run, "Target explained by all seeds, %", _seed_lines(run, percents))
+
+
+def _is_measured(run: Run) -> bool:
+    """Runs of before it was measured do not say what their decoders explain."""
+    return any(seed.explained for seed in run.seeds)
+
+
+def percents(seed: Seed) -> list[Point]:
+    return [(step, None if share is None else 100 * share) for step, share in seed.explained]
+
+
+def _explained_chart(run: Run, title: str, lines: Sequence[Series], best: int | None = None) -> str:
+    limit = run.selected.explained_limit
+    marks = [] if limit is None else [round(100 * limit, 1)]
+    how: dict[str, Any] = {"thresholds": marks, "mark": "class means", "best": best}
+    return charts.line_chart(title, lines, y_range=(0.0, 100.0), lowest=LOWEST_PERCENT, **how)
 
 
 def smoothed(losses: Sequence[Point]) -> Series:
@@ -207,12 +273,12 @@ def smoothed(losses: Sequence[Point]) -> Series:
     return Series("loss" if size == 1 else f"mean and range of {size} steps", line, band=band)
 
 
-def _seed_lines(run: Run) -> list[Series]:
+def _seed_lines(run: Run, values: Callable[[Seed], Sequence[Point]]) -> list[Series]:
     others = [seed for seed in run.seeds if seed is not run.selected]
     chosen = "selected" if run.finished else "best so far"
-    lines = [Series(f"seed {run.selected.number}, {chosen}", run.selected.scores, "c0 wide")]
+    lines = [Series(f"seed {run.selected.number}, {chosen}", values(run.selected), "c0 wide")]
     for i, seed in enumerate(others):
-        lines.append(Series(f"seed {seed.number}", seed.scores, f"{charts.LOOKS[1 + i % 6]} thin"))
+        lines.append(Series(f"seed {seed.number}", values(seed), f"{charts.LOOKS[1 + i % 6]} thin"))
     return lines
 
 
@@ -271,11 +337,13 @@ STATES = {True: ("good", "converged"), False: ("bad", "not converged"), None: ("
 def seed_table(run: Run) -> str:
     classes = list(dict.fromkeys(name for seed in run.seeds for name in seed.means))
     columns = [f"mean {escape(charts.shorten(name))}" for name in classes]
-    names = ("seed", "verdict", "best step", "correlation", *columns, "last loss", "time", "")
-    return table(names, [_seed_row(run, seed, classes) for seed in run.seeds], look="seeds")
+    explains = ["explains"] if _is_measured(run) else []
+    names = ("seed", "verdict", "best step", "correlation", *explains, *columns, "last loss", "time", "")
+    rows = [_seed_row(run, seed, classes, measured=bool(explains)) for seed in run.seeds]
+    return table(names, rows, look="seeds")
 
 
-def _seed_row(run: Run, seed: Seed, classes: Sequence[str]) -> tuple[str, ...]:
+def _seed_row(run: Run, seed: Seed, classes: Sequence[str], *, measured: bool) -> tuple[str, ...]:
     means = seed.means_at_best()
     look, words = STATES[seed.converged]
     words = "not judged" if seed.converged is None and seed.record else words
@@ -285,6 +353,7 @@ def _seed_row(run: Run, seed: Seed, classes: Sequence[str]) -> tuple[str, ...]:
         f'<span class="badge {look}">{words}</span>',
         or_dash(seed.best_step, lambda step: f"{step:,.0f}"),
         or_dash(seed.correlation, exact),
+        *([escape(explained_words(seed)) or "–"] if measured else []),
         *(or_dash(means.get(name), signed) for name in classes),
         or_dash(seed.last_loss, short),
         or_dash(seed.seconds().get("total"), duration),
@@ -389,8 +458,9 @@ def speed(run: Run) -> str:
     seed = run.selected if run.finished else next((s for s in reversed(run.seeds) if not s.record), run.selected)
     rows = [row for row in run.rows_of(seed) if "step_seconds" in row and "step" in row]
     parts, total = _time_of_rows(rows) if rows else _time_of_record(seed)
+    why = "No step was trained: there is no time per step." if run.rows else NO_METRICS
     if total <= 0.0:
-        return missing(NO_METRICS)
+        return missing(why)
     unit = "of a mean step" if rows else "of the whole seed"
     bar = charts.split_bar("where the time goes", [(name, look, seconds / total) for name, look, seconds in parts])
     cells = [
@@ -399,7 +469,7 @@ def speed(run: Run) -> str:
     ]
     times = f'<p class="note">Time {unit}, seed {seed.number}: {duration(total)}.</p>{bar}{table(("", "", ""), cells)}'
     if not rows:
-        return f'<div class="pair"><div>{times}</div>{missing(NO_METRICS)}</div>'
+        return f'<div class="pair"><div>{times}</div>{missing(why)}</div>'
     rate = Series("gradients/s", points(rows, "gradients_per_second"))
     chart = charts.line_chart("Gradients a second", [rate], y_range=(0.0, 0.0))
     return f'<div class="tiles">{_rates(rows)}</div><div class="pair"><div>{times}</div>{chart}</div>'
@@ -506,6 +576,10 @@ def percent(part: float, whole: float) -> str:
     return f"{share:.3g} %"
 
 
+def whole_percent(share: float) -> str:
+    return f"{round(100 * share)} %".replace("-", "−") if share >= -9.99 else "< −999 %"
+
+
 def duration(seconds: float) -> str:
     if seconds < 1.0:
         return f"{1000 * seconds:.3g} ms"
@@ -562,6 +636,7 @@ section .tile{background:var(--page);border-color:transparent}section .tiles{mar
 .panel{margin:0;display:flex;flex-direction:column;justify-content:space-between}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;margin:0 0 6px}
 figcaption>span{font-size:13px;color:var(--soft);line-height:1.7}
+.hint{border-left:3px solid var(--c3);background:var(--card);border-radius:0 8px 8px 0;padding:8px 14px;max-width:64em}
 .note{color:var(--soft);font-size:13.5px}.name{fill:var(--text)!important;font-weight:600}
 .scroll{overflow-x:auto;margin:0 0 10px}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
@@ -623,11 +698,13 @@ def summary(run: Run) -> tuple[str, ...]:
     best = run.selected
     verdict = "not finished" if not run.finished else "yes" if best.converged else "no"
     correlation = "-" if best.correlation is None else f"{best.correlation:.4f}"
-    return str(run.directory), str(best.number), verdict, correlation, f"{run.kept:,}" if run.weights else "-"
+    explained = explained_words(best).replace("−", "-") or "-"
+    kept = f"{run.kept:,}" if run.weights else "-"
+    return str(run.directory), str(best.number), verdict, correlation, explained, kept
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    rows: list[tuple[str, ...]] = [("run", "best seed", "converged", "correlation", "pruned size")]
+    rows: list[tuple[str, ...]] = [("run", "best seed", "converged", "correlation", "explains", "pruned size")]
     code = 0
     try:
         run_dirs, output = parse(sys.argv[1:] if argv is None else argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,15 @@ logger = logging.getLogger(__name__)
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 GREY, DARK = "#7A7A7A", "#333333"
 DEFAULT_DPI = 150
+# Inches of a panel of height 1.
+PANEL_HEIGHT = 2.625
+# A decoder that was not trained may be wrong by any factor: a share below this is an arrow at the edge of its panel.
+LOWEST_SHARE = -1.0
+
+Panel = tuple[float, "Callable[[Axes], None]"]
+"""Height and drawing."""
+SeedRecords = Sequence[tuple[int, Mapping[str, Any]]]
+Looks = Mapping[int, Mapping[str, Any]]
 
 
 def plot_training_convergence(
@@ -39,23 +48,21 @@ def plot_training_convergence(
 ) -> Path:
     """Draw loss, correlation and mean encoding per class over the steps of one run, and return the file written.
 
+    What share of the target the decoder explains has a panel of its own where it was measured.
     `stats` is what training.json holds; its step and label keys may be numbers or, as JSON makes them, strings.
     `label_name_mapping` gives classes another name in the legend. The file's format is `img_format`, else the suffix
     of `output`, else PNG; a suffix that contradicts `img_format` is replaced.
     """
     training_stats = _training_stats(stats, "stats")
     path, img_format = image_path(output, img_format)
-    figure = new_figure((9.0, 8.4), show)
-    loss_axes, score_axes, class_axes = figure.subplots(3, 1, sharex=True, height_ratios=(1.0, 1.0, 1.2))
-    _draw_loss(loss_axes, stats)
-    _draw_scores(score_axes, stats)
-    _draw_class_means(class_axes, training_stats, _class_threshold(stats), label_name_mapping or {})
-    _finish(figure, title or "Training convergence", _best_step(stats))
+    figure = _stack(_panels(stats, training_stats, label_name_mapping or {}), show)
+    usual = "Closed form: no step was trained" if _is_closed_form(stats) else "Training convergence"
+    _finish(figure, title or usual, _best_step(stats))
     return write_figure(figure, path, img_format, img_dpi, show)
 
 
 def plot_seed_convergence(
-    runs: Sequence[tuple[int, Mapping[str, Any]]],
+    runs: SeedRecords,
     selected_seed: int,
     output: str | Path,
     *,
@@ -66,6 +73,7 @@ def plot_seed_convergence(
 ) -> Path:
     """Draw the correlations and losses of all seeds, the selected one in front, and return the file written.
 
+    What share of the target the decoders explain has a panel of its own where it was measured.
     `runs` pairs each seed with its record, in the form that `plot_training_convergence` takes.
     """
     seeds = [seed for seed, _ in runs]
@@ -74,16 +82,9 @@ def plot_seed_convergence(
     for seed, stats in runs:
         _training_stats(stats, f"The record of seed {seed}")
     path, img_format = image_path(output, img_format)
-    figure = new_figure((9.0, 6.4), show)
-    score_axes, loss_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1.2, 1.0))
-    _draw_seeds(score_axes, loss_axes, runs, selected_seed)
-    selected = dict(runs)[selected_seed]
-    _draw_threshold(score_axes, _threshold(selected, "correlation"))
-    _draw_threshold(loss_axes, _threshold(selected, "loss"))
-    _scale_unit(score_axes)
-    score_axes.set_ylabel("correlation")
-    loss_axes.set_ylabel("loss (smoothed)")
-    _finish(figure, title or f"Convergence of {len(runs)} seeds, seed {selected_seed} selected", _best_step(selected))
+    figure = _stack(_panels_of_seeds(runs, selected_seed), show)
+    best_step = _best_step(dict(runs)[selected_seed])
+    _finish(figure, title or f"Convergence of {len(runs)} seeds, seed {selected_seed} selected", best_step)
     return write_figure(figure, path, img_format, img_dpi, show)
 
 
@@ -127,9 +128,31 @@ def _scores(stats: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     return steps, [_number(score) for score in scores]
 
 
+def _explained(stats: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """Share of the target that the decoder explains, by step."""
+    steps, shares = _by_step(stats["training_stats"].get("explained"))
+    return steps, [_number(share) for share in shares]
+
+
+def _is_measured(stats: Mapping[str, Any]) -> bool:
+    """Records of before it was measured have no such share."""
+    return bool(_explained(stats)[0])
+
+
+def _limit(stats: Mapping[str, Any]) -> float | None:
+    """The share that the class means would explain."""
+    limit = _number(stats["training_stats"].get("explained_limit"))
+    return limit if math.isfinite(limit) else None
+
+
 def _best_step(stats: Mapping[str, Any]) -> int | None:
     step = (stats.get("best_score_checkpoint") or {}).get("global_step")
     return None if step is None else int(step)
+
+
+def _is_closed_form(stats: Mapping[str, Any]) -> bool:
+    """Was it solved for, and no step trained after that?"""
+    return "spectral" in stats["training_stats"] and not stats.get("losses")
 
 
 def _threshold(stats: Mapping[str, Any], metric: str) -> float | None:
@@ -158,6 +181,36 @@ def _class_name(label: float, training_stats: Mapping[str, Any], names: Mapping[
 
 
 # What is drawn
+
+
+def _panels(stats: Mapping[str, Any], training_stats: Mapping[str, Any], names: Mapping[str, str]) -> list[Panel]:
+    """Of one run, from top to bottom."""
+    threshold = _class_threshold(stats)
+    loss: Panel = (1.0, lambda axes: _draw_loss(axes, stats))
+    scores: Panel = (1.0, lambda axes: _draw_scores(axes, stats))
+    shares: Panel = (1.0, lambda axes: _draw_explained(axes, stats))
+    means: Panel = (1.2, lambda axes: _draw_class_means(axes, training_stats, threshold, names))
+    trained, measured = not _is_closed_form(stats), _is_measured(stats)
+    return [*([loss] if trained else []), scores, *([shares] if measured else []), means]
+
+
+def _panels_of_seeds(runs: SeedRecords, selected_seed: int) -> list[Panel]:
+    selected, looks = dict(runs)[selected_seed], _seed_looks([seed for seed, _ in runs], selected_seed)
+    scores: Panel = (1.3, lambda axes: _draw_scores_of_seeds(axes, runs, selected_seed, looks))
+    shares: Panel = (1.1, lambda axes: _draw_explained_of_seeds(axes, runs, selected, looks))
+    losses: Panel = (1.1, lambda axes: _draw_losses_of_seeds(axes, runs, selected, looks))
+    trained = not all(_is_closed_form(stats) for _, stats in runs)
+    measured = any(_is_measured(stats) for _, stats in runs)
+    return [scores, *([shares] if measured else []), *([losses] if trained else [])]
+
+
+def _stack(panels: Sequence[Panel], show: bool) -> Figure:
+    heights = [height for height, _ in panels]
+    figure = new_figure((9.0, PANEL_HEIGHT * sum(heights)), show)
+    stacked = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (_, draw) in zip(stacked, panels, strict=True):
+        draw(axes)
+    return figure
 
 
 def _draw_loss(axes: Axes, stats: Mapping[str, Any]) -> None:
@@ -200,15 +253,56 @@ def _draw_scores(axes: Axes, stats: Mapping[str, Any]) -> None:
     best = _best_step(stats)
     if best in steps:
         score = scores[steps.index(best)]
-        star: dict[str, Any] = {
-            "marker": "*",
-            "markersize": 15.0,
-            "markeredgecolor": "white",
-            "linestyle": "none",
-            "zorder": 5,
-        }
-        axes.plot([best], [score], color=VERMILION, label=f"best: {score:.3f}", **star)
+        _draw_star(axes, best, score, f"best: {score:.3f}")
     _scale_unit(axes)
+
+
+def _draw_star(axes: Axes, step: int, value: float, name: str) -> None:
+    look: dict[str, Any] = {"marker": "*", "markersize": 15.0, "markeredgecolor": "white", "linestyle": "none"}
+    axes.plot([step], [value], color=VERMILION, label=name, zorder=5, **look)
+
+
+def _draw_explained(axes: Axes, stats: Mapping[str, Any]) -> None:
+    """Share of the target that the decoder explains at each evaluation, under the most that one latent can."""
+    steps, shares = _explained(stats)
+    _draw_shares(axes, steps, shares, label="decoder", color=BLUE, linewidth=1.8)
+    _draw_limit(axes, _limit(stats))
+    best = _best_step(stats)
+    if best in steps and (share := shares[steps.index(best)]) >= LOWEST_SHARE:
+        _draw_star(axes, best, share, f"at the best step: {_percent(share)}")
+    _scale_share(axes)
+
+
+def _draw_shares(axes: Axes, steps: Sequence[int], shares: Sequence[float], **look: Any) -> None:
+    """A line, and arrows where it is below the panel."""
+    inside = [share if share >= LOWEST_SHARE else math.nan for share in shares]
+    axes.plot(steps, inside, marker="o", markersize=_marker_size(steps), **look)
+    below = [step for step, share in zip(steps, shares, strict=True) if share < LOWEST_SHARE]
+    if below:
+        arrows: dict[str, Any] = {"marker": "v", "markersize": 8.0, "linestyle": "none", "color": look["color"]}
+        named = any(line.get_marker() == "v" for line in axes.lines)
+        name = None if named else f"below {_percent(LOWEST_SHARE)}"
+        axes.plot(below, [LOWEST_SHARE] * len(below), label=name, zorder=3, **arrows)
+
+
+def _draw_limit(axes: Axes, limit: float | None) -> None:
+    if limit is not None:
+        name = f"class means: {_percent(limit)}"
+        axes.axhline(limit, color=DARK, linewidth=1.2, linestyle="--", label=name)
+
+
+def _scale_share(axes: Axes) -> None:
+    """Per cent, from zero or what is below it to all of the target."""
+    from matplotlib.ticker import PercentFormatter
+
+    axes.set_ylabel("target explained")
+    axes.axhline(0.0, color=GREY, linewidth=0.8)
+    axes.set_ylim(min(axes.get_ylim()[0], -0.05), 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share)} %".replace("-", "−")
 
 
 def _draw_class_means(
@@ -238,18 +332,31 @@ def _class_style(label: float) -> tuple[str, str, str]:
     return (VERMILION, "-", "s") if label < 0 else (DARK, "--", "D")
 
 
-def _draw_seeds(
-    score_axes: Axes, loss_axes: Axes, runs: Sequence[tuple[int, Mapping[str, Any]]], selected_seed: int
-) -> None:
-    """One line per seed in both panels; the legend of the upper one names them for both."""
-    looks = _seed_looks([seed for seed, _ in runs], selected_seed)
-    smoothed = [_smooth(_losses(stats)) for _, stats in runs]
-    for (seed, stats), losses in zip(runs, smoothed, strict=True):
+def _draw_scores_of_seeds(axes: Axes, runs: SeedRecords, selected_seed: int, looks: Looks) -> None:
+    """One line per seed; this panel's legend names them for all."""
+    for seed, stats in runs:
         steps, scores = _scores(stats)
         name = f"seed {seed}, selected" if seed == selected_seed else f"seed {seed}"
-        score_axes.plot(steps, scores, marker="o", markersize=_marker_size(steps), label=name, **looks[seed])
-        loss_axes.plot(losses.index, losses, **looks[seed])
-    _scale_loss(loss_axes, pd.concat(smoothed))
+        axes.plot(steps, scores, marker="o", markersize=_marker_size(steps), label=name, **looks[seed])
+    _draw_threshold(axes, _threshold(dict(runs)[selected_seed], "correlation"))
+    _scale_unit(axes)
+    axes.set_ylabel("correlation")
+
+
+def _draw_explained_of_seeds(axes: Axes, runs: SeedRecords, selected: Mapping[str, Any], looks: Looks) -> None:
+    for seed, stats in runs:
+        _draw_shares(axes, *_explained(stats), **looks[seed])
+    _draw_limit(axes, _limit(selected))
+    _scale_share(axes)
+
+
+def _draw_losses_of_seeds(axes: Axes, runs: SeedRecords, selected: Mapping[str, Any], looks: Looks) -> None:
+    smoothed = [_smooth(_losses(stats)) for _, stats in runs]
+    for (seed, _), losses in zip(runs, smoothed, strict=True):
+        axes.plot(losses.index, losses, **looks[seed])
+    _draw_threshold(axes, _threshold(selected, "loss"))
+    _scale_loss(axes, pd.concat(smoothed))
+    axes.set_ylabel("loss (smoothed)")
 
 
 def _seed_looks(seeds: Sequence[int], selected_seed: int) -> dict[int, dict[str, Any]]:
@@ -287,6 +394,9 @@ def _finish(figure: Figure, title: str, best_step: int | None) -> None:
         finish_axes(axes)
     bottom.set_xlabel("training step", fontsize=11, color=DARK)
     bottom.locator_params(axis="x", integer=True)
+    low, high = bottom.get_xlim()
+    if high - low < 1.0:  # a single step, around which matplotlib would number fractions
+        bottom.set_xticks([round((low + high) / 2)])
     # Over the left edge of the panels: centred, it would stand between panels and legends.
     top.set_title(title, loc="left", fontsize=14, color=DARK, pad=16)
     figure.align_ylabels()

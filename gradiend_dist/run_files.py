@@ -35,6 +35,10 @@ class Seed:
     scores: list[Point]
     means: dict[str, list[Point]]
     """Mean encoding of each class, that of +1 first."""
+    explained: list[Point] = field(default_factory=list)
+    """Share of the target that the decoder explains; empty where that was not measured."""
+    explained_limit: float | None = None
+    """What the class means would explain, the most that one latent can."""
     best_step: int | None = None
     correlation: float | None = None
     loss: float | None = None
@@ -59,6 +63,14 @@ class Seed:
     @property
     def last_loss(self) -> float | None:
         return next((loss for _, loss in reversed(self.losses) if loss is not None), None)
+
+    @property
+    def is_closed_form(self) -> bool:
+        """Was it solved for, and no step trained after that?"""
+        return "spectral" in self.stats and not self.losses
+
+    def explained_at_best(self) -> float | None:
+        return None if self.best_step is None else dict(self.explained).get(self.best_step)
 
     def means_at_best(self) -> dict[str, float]:
         found = {name: dict(points).get(self.best_step or 0) for name, points in self.means.items()}
@@ -249,6 +261,8 @@ def _from_record(seed: int, record: Mapping[str, Any]) -> Seed:
             name: [(at, numbers(means).get(key)) for at, means in by_step(stats.get("mean_by_class"))]
             for key, name in labels(stats)
         },
+        explained=[(at, number(share)) for at, share in by_step(stats.get("explained"))],
+        explained_limit=number(stats.get("explained_limit")),
         best_step=None if step is None else int(step),
         correlation=number(best.get("correlation")),
         loss=number(best.get("loss")),
@@ -268,6 +282,8 @@ def _from_rows(seed: int, rows: Sequence[Mapping[str, Any]]) -> Seed:
         losses=points(rows, "loss"),
         scores=scores,
         means=dict(sorted(means.items(), key=lambda item: -(last[item[0]] or 0.0))),
+        explained=points(rows, "explained"),
+        explained_limit=next((limit for _, limit in reversed(points(rows, "explained_limit"))), None),
         best_step=None if best[1] is None or best[0] is None else int(best[0]),
         correlation=best[1],
     )

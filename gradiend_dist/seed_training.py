@@ -22,7 +22,6 @@ from gradiend_dist.files import explained, jsonable, read_json, write_json
 from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, own_copies
 from gradiend_dist.pruning import post_prune
-from gradiend_dist.schedule import make_schedule
 from gradiend_dist.seeds import SeedResult
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.state import StateKeeper
@@ -235,13 +234,7 @@ class SeedTraining:
         return 4 * largest * kinds * len(plan.schedule.batches) <= self.bench.store_bytes()
 
     def _plan(self) -> Plan:
-        schedule = make_schedule(
-            self.bench.training_rows(),
-            self.args.train_batch_size,
-            seed=self.args.data_seed,
-            reference=self.args.behaviour.reference_data,
-        )
-        return Plan.of(self.args, schedule)
+        return Plan.of(self.args, self.bench.schedule())
 
     def _space(self, seed: int) -> ParameterSpace:
         """The space a seed is trained in: one for all seeds, unless the reference's sampling is asked for."""
@@ -272,24 +265,42 @@ class SeedTraining:
         if args.evaluates:
             max_size = args.encoder_eval_train_max_size or args.encoder_eval_max_size
             evaluation = bench.evaluation(space, self.bench.data.evaluation_split(), max_size, repeated=True)
-        runs = []
-        for seed in group:
-            model = bench.new_model(space, seed)
-            engine = bench.spread.make_engine(model.gradiend, StepOptions.of(args))
-            runs.append(SeedRun(seed, model, engine, self._seed_path(seed), own_copies(self.callbacks)))
         loop = TrainingLoop(
             args,
-            runs,
+            [self._new_run(space, seed) for seed in group],
             self._plan(),
             bench.training_items(),
             bench.gradients(space),
             evaluation,
+            bench.held_out(space),
             self.keeper,
             tracking,
             more_seeds_follow=more_follow,
         )
         loop.run()
-        return {run.seed: self._complete(run, loop) for run in runs}
+        return {run.seed: self._complete(run, loop) for run in loop.runs}
+
+    def _new_run(self, space: ParameterSpace, seed: int) -> SeedRun:
+        """A seed at its start: drawn at random, or worked out from a few items.
+
+        A run that goes on works it out again, and then takes the weights of its state: what the store keeps, and how it
+        was computed, is as it was.
+        """
+        bench, args = self.bench, self.args
+        model = bench.new_model(space, seed)
+        stats: dict[str, Any] = {}
+        rates = None
+        if args.looks_at_items:
+            start = bench.spectral_start(space, seed)
+            if args.starts_trained:
+                stats["spectral"] = start.fill(model.gradiend)
+            if args.refines:
+                rates = start.measured().rates()
+                stats["rates"] = vars(rates)
+        engine = bench.spread.make_engine(model.gradiend, StepOptions.of(args, rates))
+        run = SeedRun(seed, model, engine, self._seed_path(seed), own_copies(self.callbacks))
+        run.stats.update(stats)
+        return run
 
     def _complete(self, run: SeedRun, loop: TrainingLoop) -> dict[str, Any]:
         """Bring a finished run's output into its final form: best or last weights, post-pruned, with its record."""
@@ -402,6 +413,7 @@ def _seed_summary(result: SeedResult) -> dict[str, Any]:
         "best_step": best["global_step"],
         "best_correlation": best["correlation"],
         "selection_score": result.selection_score,
+        **{name: value for name, value in seeds.explained_at_best(result.record).items() if value is not None},
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import shutil
 import statistics
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def judge(record: dict[str, Any], args: TrainingArguments, *, among_seeds: bool)
     if args.convergent_metric == "loss":
         return _judge_loss(best, args)
     signed = among_seeds if args.behaviour.signed_convergence else args.normalize_gradiend
-    return _judge_correlation(best, _means_at_best(record, best), args, signed=signed)
+    return _judge_correlation(record, args, signed=signed)
 
 
 def _judge_loss(best: dict[str, Any], args: TrainingArguments) -> Verdict:
@@ -74,20 +75,31 @@ def _judge_loss(best: dict[str, Any], args: TrainingArguments) -> Verdict:
     return Verdict(loss <= threshold, loss, None, f"loss {loss:.4g}, threshold {threshold:.4g}")
 
 
-def _means_at_best(record: dict[str, Any], best: dict[str, Any]) -> list[float]:
-    """Mean encodings of the target classes at the best step; keys are numbers in memory and strings from a file."""
-    by_step = record["training_stats"].get("mean_by_class", {})
-    means = by_step.get(best["global_step"], by_step.get(str(best["global_step"]), {}))
+def _is_of_use(record: dict[str, Any]) -> bool:
+    """Are the weights of the best step more than random? At step 0 only those that were solved for are."""
+    step = record["best_score_checkpoint"]["global_step"]
+    return step is not None and (step > 0 or "spectral" in record["training_stats"])
+
+
+def _at_best(record: dict[str, Any], series: str) -> Any:
+    """A series at the best step, None where it has no such step; keys are numbers in memory, strings from a file."""
+    by_step, step = record["training_stats"].get(series) or {}, record["best_score_checkpoint"]["global_step"]
+    return by_step.get(step, by_step.get(str(step)))
+
+
+def _means_at_best(record: dict[str, Any]) -> list[float]:
+    """Mean encodings of the target classes at the best step."""
+    means = _at_best(record, "mean_by_class") or {}
     return [float(mean) for label, mean in means.items() if float(label) != 0.0]
 
 
-def _judge_correlation(best: dict[str, Any], means: list[float], args: TrainingArguments, *, signed: bool) -> Verdict:
-    correlation = best["correlation"]
+def _judge_correlation(record: dict[str, Any], args: TrainingArguments, *, signed: bool) -> Verdict:
+    correlation, means = record["best_score_checkpoint"]["correlation"], _means_at_best(record)
     threshold = args.convergent_score_threshold
     assert threshold is not None, "TrainingArguments sets a threshold for the correlation"
     min_abs_mean = min((abs(mean) for mean in means), default=None)
     mean_threshold = _mean_threshold(args)
-    if not best["global_step"]:
+    if not _is_of_use(record):
         return Verdict(False, correlation, min_abs_mean, "no trained step was evaluated as best")
     score = correlation if signed else abs(correlation)
     if score < threshold:
@@ -182,7 +194,26 @@ def _report_entry(result: SeedResult, args: TrainingArguments) -> dict[str, Any]
         "convergence_reason": result.verdict.reason,
         "split_cycle_index": None,
         "split_cycle_length": None,
+        **explained_at_best(result.record),
     }
+
+
+def explained_at_best(record: dict[str, Any]) -> dict[str, float | None]:
+    """Share of the target that the decoder explains at the best step, and the most that it could; None: not measured.
+
+    A correlation near 1 says nothing of the decoder: the encoder may tell the classes apart long before it is trained.
+    """
+    stats = record["training_stats"]
+    return {
+        "explained": _finite(_at_best(record, "explained")),
+        "explained_centred": _finite(_at_best(record, "explained_centred")),
+        "explained_limit": _finite(stats.get("explained_limit")),
+        "explained_centred_limit": _finite(stats.get("explained_centred_limit")),
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def convergence_info(verdicts: list[Verdict], args: TrainingArguments, verdict: Verdict) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore
 from gradiend_dist.model import GradiendModel, ModelWithGradiend, ParamMappedGradiendModel, load_base_model
 from gradiend_dist.objectives import Objective, choose_objective
 from gradiend_dist.pruning import pre_prune, top_over_ranks
-from gradiend_dist.schedule import cap_per_group
+from gradiend_dist.reconstruction import ITEMS_OF_A_SIDE, HeldOut
+from gradiend_dist.schedule import Schedule, cap_per_group, make_schedule
 from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.spectral import SpectralStart, draw_items
 from gradiend_dist.spread import Spread
 
 logger = logging.getLogger(__name__)
@@ -241,6 +243,40 @@ class Workbench:
         if self._items is None:
             self._items = ItemRows(self.training_rows(), self.objective)
         return self._items
+
+    def schedule(self) -> Schedule:
+        """Which training rows make which gradient item."""
+        return make_schedule(
+            self.training_rows(),
+            self.args.train_batch_size,
+            seed=self.args.data_seed,
+            reference=self.args.behaviour.reference_data,
+        )
+
+    def spectral_start(self, space: ParameterSpace, seed: int) -> SpectralStart:
+        """The closed form that `seed` draws the items of; they are items of training."""
+        schedule, rows = self.schedule(), self.training_items()
+        numbers = draw_items(schedule, rows.labels, self.args.spectral_items, seed)
+        items = [rows.item(schedule.batches[number]) for number in numbers]
+        labels = [self.args.seen_label(rows.labels[int(schedule.batches[number][0])]) for number in numbers]
+        return SpectralStart(self.args, self.gradients(space), items, labels)
+
+    def held_out(self, space: ParameterSpace) -> HeldOut | None:
+        """What the decoder's share of the target is measured on: items like those of training, of the split that
+        training is judged by; smaller ones where it has few rows."""
+        args, split = self.args, self.data.evaluation_split()
+        if not args.measures_decoder or split == "train":
+            return None
+        rows = self.data.rows(split)
+        fewest = min(int((rows["feature_class_id"] == direction).sum()) for direction in (0, 1))
+        size = min(args.train_batch_size, max(1, fewest // ITEMS_OF_A_SIDE))
+        schedule, table = make_schedule(rows, size, seed=args.data_seed), ItemRows(rows, self.objective)
+        sides = len(set(table.labels))
+        numbers = draw_items(schedule, table.labels, sides * ITEMS_OF_A_SIDE, args.data_seed)
+        items = [table.item(schedule.batches[number]) for number in numbers]
+        labels = [args.seen_label(table.labels[int(schedule.batches[number][0])]) for number in numbers]
+        source = None if args.supervised_decoder else args.source
+        return HeldOut(self.gradients(space), items, labels, source, args.target)
 
     def pre_pruned(self, config: PrePruneConfig, seed: int) -> ParameterSpace:
         """The space that pre-pruning leaves; `seed` draws its examples."""

@@ -195,7 +195,7 @@ def test_numbers__of_numpy_and_whole_ones_for_fractions_are_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"learning_rate": "tune"}, "learning_rate='tune' is not a finite number"),
+        ({"learning_rate": "tune"}, "learning_rate='tune' is neither a positive number nor auto"),
         ({"learning_rate": float("nan")}, "learning_rate=nan is not a finite number"),
         ({"max_seeds": True}, "max_seeds=True is not a whole number"),
         ({"max_seeds": 2.0}, "max_seeds=2.0 is not a whole number"),

@@ -204,7 +204,7 @@ ARGUMENTS: list[tuple[str, Changes, tuple[str, ...]]] = [
     ("text for dry_run", {"dry_run": "maybe"}, ("dry_run='maybe'",)),
     ("learning rate zero", {"learning_rate": 0}, ("learning_rate=0.0", "1e-5")),
     ("learning rate negative", {"learning_rate": -1e-3}, ("learning_rate=-0.001", "1e-5")),
-    ("learning rate tune", {"learning_rate": "tune"}, ("learning_rate='tune'", "see --help")),
+    ("learning rate tune", {"learning_rate": "tune"}, ("learning_rate='tune'", "nor auto", "1e-5")),
     ("learning rate nan", {"learning_rate": float("nan")}, ("learning_rate=nan", "finite")),
     ("learning rate infinite", {"learning_rate": float("inf")}, ("learning_rate=inf", "finite")),
     *(
@@ -225,6 +225,9 @@ ARGUMENTS: list[tuple[str, Changes, tuple[str, ...]]] = [
         for name in ("weight_decay", "adam_epsilon", "gradient_store_gib", "convergent_score_threshold")
     ),
     ("max_steps zero", {"max_steps": 0}, ("max_steps=0", "-1 to use num_train_epochs")),
+    ("spectral items one", {"spectral_items": 1}, ("spectral_items=1", "latent_dim=1", "at least 2")),
+    ("spectral items too few", {"spectral_items": 3, "latent_dim": 3}, ("spectral_items=3", "at least 4")),
+    ("initialization unknown", {"initialization": "spektral"}, ("initialization='spektral'", "random, spectral")),
     ("max_steps negative", {"max_steps": -5}, ("max_steps=-5", "-1 to use num_train_epochs")),
     ("beta1 one", {"adam_beta1": 1.0}, ("adam_beta1=1.0", "0.9")),
     ("beta2 negative", {"adam_beta2": -0.5}, ("adam_beta2=-0.5", "[0, 1)")),

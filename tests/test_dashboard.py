@@ -33,6 +33,10 @@ SPEED = "Speed and memory"
 DRAWN = {
     "loss": {("Convergence", "Loss")},
     "correlation": {("Convergence", "Correlation")},
+    "explained": {("Convergence", "Target explained, and its limit")},
+    "explained_limit": {("Convergence", "Target explained, and its limit")},
+    "explained_centred": {("Convergence", "Target explained, its mean taken out")},
+    "held_out_loss": {("Convergence", "Held-out loss")},
     "grad_norm": {("Convergence", "Gradient norm"), ("Health", "Gradient norm, logarithmic")},
     "learning_rate": {("Convergence", "Learning rate")},
     "encoder_norm": {("Convergence", "Encoder norm")},
@@ -60,6 +64,7 @@ SHOWN = {
     "converged": ("Seeds", "Converged"),
     "convergent_count": ("Seeds", "Converged seeds"),
     "best_correlation": ("Seeds", "Best correlation, with a run for each seed"),
+    "explained": ("Seeds", "Target explained, with a run for each seed"),
     "space_size": (SPEED, "Weights that GRADIEND reads"),
     "pruned_size": (SPEED, "Weights after pruning"),
 }
@@ -119,7 +124,8 @@ def test_lines__draw_each_series_where_it_belongs(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "series", ["step", "my_loss", "loss/other", "seed_a/loss", "seed_/loss", "x/seed_0/loss", "seconds/", "seconds"]
+    "series",
+    "step my_loss explained_limits loss/other seed_a/loss seed_/loss x/seed_0/loss seconds/ seconds".split(),
 )
 def test_lines__leave_other_series_alone(capsys: pytest.CaptureFixture[str], series: str) -> None:
     assert drawn(printed(capsys)["spec"], series) == set()
@@ -176,7 +182,7 @@ def test_workspace__is_read_back_as_it_was_written(capsys: pytest.CaptureFixture
     assert json.loads(dashboard.as_json(again)) == view
     assert (again.entity, again.project, again.name) == ("team", "gradiend_dist", "Ours")
     plots = [panel for item in again.sections for panel in item.panels if isinstance(panel, LinePlot)]
-    assert {plot.x.name for plot in plots} == {"step"} and len(plots) == 22
+    assert {plot.x.name for plot in plots} == {"step"} and len(plots) == 25
 
 
 # --- without network

@@ -61,6 +61,21 @@ def record(seed: int = 0, *, correlation: float | None = 0.97, converged: bool =
     }
 
 
+def measured(found: dict, share: float = 0.784, limit: float | None = 0.81) -> dict:
+    """The same run, which has also measured what its decoder explains: this share at the best step."""
+    found["training_stats"] |= {"explained": {"0": -400.0, "10": share, "20": 0.9}, "explained_limit": limit}
+    return found
+
+
+def closed_form(seed: int = 0) -> dict:
+    """A record of max_steps=0: solved for, evaluated at step 0, nothing trained."""
+    found = measured(record(seed, correlation=0.999))
+    found["training_stats"] |= {"spectral": {"items": 16}, "scores": {"0": 0.999}, "explained": {"0": 0.8}}
+    found["training_stats"] |= {"mean_by_class": {"0": {"1.0": 0.9, "-1.0": -0.9}}, "encoder_norms": {}}
+    found["best_score_checkpoint"] = {"correlation": 0.999, "global_step": 0, "epoch": 0}
+    return found | {"losses": [], "time": {"total": 1.5}}
+
+
 def metrics(seed: int = 0, steps: int = 20, *, ended: bool = True, names: Any = ("M", "F")) -> list[dict]:
     rows: list[dict] = []
     for step in range(10, steps + 1, 10):
@@ -177,6 +192,69 @@ def test_page__a_finished_run_with_all_sections(tmp_path, capsys):
     assert "1 not converged 10 0.3000" in text["seeds"] and "reason of 1" in text["seeds"]
     assert "reason of 0" not in text["seeds"], "a converged seed needs no reason"
     assert "gradiend_dist 9.9, git abc" in head + text["configuration"]
+
+
+def test_explained__stands_beside_the_correlation_everywhere(tmp_path):
+    text = read(finished_run(tmp_path, measured(record(0)), record(1, correlation=0.3, converged=False)))
+    assert "correlation 0.9700 at step 10; the decoder explains 78 % of the target (class means: 81 %); " in text[""]
+    assert "target explained 78 % class means: 81 %" in text[""]
+    assert "correlation explains mean M" in text["seeds"]
+    assert "0 selected converged 10 0.9700 78 % of 81 % +0.400 −0.400" in text["seeds"]
+    assert "1 not converged 10 0.3000 – +0.400" in text["seeds"], "an old record among new ones"
+    assert "Correlation threshold 0.5" in text["convergence"]
+    assert "Target explained, % class means 81" in text["convergence"]
+    assert "decoder −40k" in text["convergence"], "the tip of step 0, in per cent"
+    assert "Target explained by all seeds, %" in text["convergence"]
+
+
+def test_explained__far_below_zero_leaves_the_rest_in_view(tmp_path):
+    text = read(finished_run(tmp_path, measured(record(0), share=-50.0, limit=None)))
+    assert "the decoder explains < −999 % of the target (class means: –)" in text[""]
+    assert "0.9700 < −999 % +0.400" in text["seeds"]
+    drawn = charts.line_chart("t", [charts.Series("a", [(0, -40000.0), (1, 50.0)])], y_range=(0, 100), lowest=-100)
+    assert "−100" in drawn and "−500" not in drawn
+    top, bottom = charts.TOP, charts.HEIGHT - charts.BOTTOM
+    y = [float(found) for found in re.findall(r"M[\d.]+ ([\d.]+)h0", drawn)]
+    assert y == pytest.approx([bottom, top + (bottom - top) / 4], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("share", "limit", "correlation", "spectral", "remedy"),
+    [
+        (0.012, 0.81, 0.97, False, "Use initialization=spectral , or learning_rate=auto , or more steps."),
+        (-9.0, 0.81, -0.97, True, "Raise spectral_items , or"),
+        (0.40, 0.81, 0.97, False, "Use"),
+        (0.41, 0.81, 0.97, False, ""),
+        (0.012, 0.81, 0.3, False, ""),  # the correlation says so already
+        (0.012, None, 0.97, False, ""),
+        (-0.2, -0.1, 0.97, False, ""),  # nobody could do better
+    ],
+)
+def test_hint__an_untrained_decoder_under_a_high_correlation(tmp_path, share, limit, correlation, spectral, remedy):
+    found = measured(record(correlation=correlation), share, limit)
+    found["training_stats"] |= {"spectral": {}} if spectral else {}
+    text = read(finished_run(tmp_path, found))[""]
+    words = f"The decoder explains {max(round(100 * share), 0)} % of the target, class means would explain 81 %: "
+    assert (words in text and remedy in text) if remedy else "would explain" not in text
+
+
+def test_hint__waits_for_the_end(tmp_path):
+    rows = [{**row, "explained": 0.01, "explained_limit": 0.81} if "correlation" in row else row for row in metrics(3)]
+    write(tmp_path / "metrics.jsonl", rows[:-1])
+    text = read(tmp_path)
+    assert "the decoder explains 1 % of the target (class means: 81 %)" in text[""] and "would explain" not in text[""]
+    assert "3 best so far in training 20 0.8000 1 % of 81 %" in text["seeds"]
+
+
+def test_closed_form__has_no_losses_and_says_so(tmp_path):
+    row = {"seed": 0, "step": 0, "correlation": 0.999, "explained": 0.8, "explained_limit": 0.81}
+    ended = {"seed": 0, "converged": True, "best_step": 0, "best_correlation": 0.999}
+    text = read(finished_run(tmp_path, closed_form(), rows=[row, ended, RUN_ENDED]))
+    assert "Seed 0 was solved in closed form: correlation 0.9990 at step 0; the decoder explains 80 %" in text[""]
+    assert "0 selected converged 0 0.9990 80 % of 81 % +0.900 −0.900 –" in text["seeds"]
+    assert "In closed form: no step was trained." in text["convergence"]
+    assert not [name for name in ("Loss", "Norms", "nothing recorded") if name in text["convergence"]]
+    assert "No step was trained" in text["speed"] and "no metrics.jsonl" not in text["speed"]
 
 
 def test_pruning__adds_up_by_layer_and_by_kind(tmp_path):
@@ -461,7 +539,7 @@ FILES = ["training_stats.json", "seeds/seed_report.json", "model/config.json", "
 @pytest.mark.parametrize("file", [*FILES, "decoder_grid_cache.json"])
 def test_damaged_values__never_end_in_a_traceback(tmp_path, file):
     """Whatever stands in the place of a value, there is a page or one sentence."""
-    run = finished_run(tmp_path, record(), rows=[*metrics(0, steps=10), RUN_ENDED])
+    run = finished_run(tmp_path, measured(record()), rows=[*metrics(0, steps=10), RUN_ENDED])
     write(run / "decoder_grid_cache.json", grid())
     write(run / "run_config.yaml", {**CONFIG, "max_steps": 20, "pre_prune_config": {"topk": 0.1}})
     lines = (run / file).read_text().splitlines() if file.endswith("jsonl") else [(run / file).read_text()]
@@ -520,7 +598,7 @@ def test_wrong_input__is_one_sentence(tmp_path, capsys, flags, words):
 
 
 def test_several_runs__one_table_and_a_failed_one_hides_no_other(tmp_path, capsys):
-    good, weak = finished_run(tmp_path / "good"), tmp_path / "weak"
+    good, weak = finished_run(tmp_path / "good", measured(record())), tmp_path / "weak"
     finished_run(weak, record(5, correlation=0.25, converged=False))
     going = running_run(tmp_path / "going")
     assert page.main([str(good), str(tmp_path / "none"), str(weak), str(going)]) == 2
@@ -529,11 +607,11 @@ def test_several_runs__one_table_and_a_failed_one_hides_no_other(tmp_path, capsy
     written, _, table = out.partition("\n\n")
     assert written.splitlines() == [str(run / "report.html") for run in (good, weak, going)]
     cells = [re.split(r"  +", line) for line in table.splitlines()]
-    assert cells[0] == ["run", "best seed", "converged", "correlation", "pruned size"]
+    assert cells[0] == ["run", "best seed", "converged", "correlation", "explains", "pruned size"]
     assert cells[2:] == [
-        [str(good), "0", "yes", "0.9700", "102"],
-        [str(weak), "5", "no", "0.2500", "102"],
-        [str(going), "0", "not finished", "0.9700", "-"],
+        [str(good), "0", "yes", "0.9700", "78 % of 81 %", "102"],
+        [str(weak), "5", "no", "0.2500", "-", "102"],
+        [str(going), "0", "not finished", "0.9700", "-", "-"],
     ]
 
 

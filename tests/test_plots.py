@@ -42,6 +42,22 @@ def record(num_steps: int = 23, best: int = 12, flip: bool = False) -> dict[str,
     }
 
 
+def measured(stats: dict[str, Any], first: float = -0.4, limit: float | None = 0.81) -> dict[str, Any]:
+    """The same run, which has also measured what its decoder explains: `first` at step 1, then more and more."""
+    shares = {step: first if step == 1 else 0.03 * step for step in stats["training_stats"]["scores"]}
+    stats["training_stats"] |= {"explained": shares, "explained_limit": limit}
+    return stats
+
+
+def closed_form() -> dict[str, Any]:
+    """A record of max_steps=0: solved for, evaluated at step 0, nothing trained."""
+    stats = record() | {"losses": [], "best_score_checkpoint": {"correlation": 0.9, "global_step": 0, "epoch": 0}}
+    means = {0: {1.0: 0.9, 0.0: 0.01, -1.0: -0.8}}
+    stats["training_stats"] |= {"scores": {0: 0.9}, "mean_by_class": means, "spectral": {"items": 16}}
+    stats["training_stats"] |= {"explained": {0: 0.79}, "explained_limit": 0.81}
+    return stats
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures as they were when they went to the file."""
@@ -150,6 +166,58 @@ def test_plot_training_convergence__encodings_beyond_one_stay_in_view(tmp_path: 
     assert drawn[0].axes[SCORE].get_ylim() == (-1.1, 1.1)
 
 
+def panel_names(figure: Any) -> list[str]:
+    return [axes.get_ylabel() for axes in figure.axes]
+
+
+def test_plot_training_convergence__explained_share_has_a_panel_under_the_correlation(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    stats = measured(record())
+    plots.plot_training_convergence(stats, tmp_path / "memory.png")
+    plots.plot_training_convergence(json.loads(json.dumps(stats)), tmp_path / "json.png")
+    plots.plot_training_convergence(record(), tmp_path / "old.png")
+    memory, loaded, old = drawn
+    assert panel_names(old) == ["loss", "correlation", "mean encoding"]
+    assert panel_names(memory) == ["loss", "correlation", "target explained", "mean encoding"]
+    found = lines(memory.axes[2])
+    assert found == lines(loaded.axes[2])
+    assert found["decoder"] == ([1, 4, 8, 12, 16, 20], [-0.4, 0.12, 0.24, 0.36, 0.48, 0.6])
+    assert found["class means: 81 %"][1] == [0.81, 0.81]
+    assert found["at the best step: 36 %"] == ([12.0], [0.36])
+    limit = next(line for line in memory.axes[2].lines if line.get_label() == "class means: 81 %")
+    assert limit.get_linestyle() == "--"
+
+
+def test_plot_training_convergence__share_far_below_zero_is_an_arrow_and_hides_nothing(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    """An untrained decoder may be wrong by any factor: to scale, the rest would be one flat line."""
+    stats = measured(record(), first=-4000.0, limit=None)
+    stats["training_stats"]["explained"][20] = None
+    plots.plot_training_convergence(stats, tmp_path / "a.png")
+    found, (low, high) = lines(drawn[0].axes[2]), drawn[0].axes[2].get_ylim()
+    assert found["below −100 %"] == ([1.0], [-1.0])
+    assert math.isnan(found["decoder"][1][0]) and found["decoder"][1][1:5] == [0.12, 0.24, 0.36, 0.48]
+    assert -1.5 < low < -1.0 and high == 1.05
+    assert not [name for name in found if name.startswith("class means")]
+
+
+@pytest.mark.filterwarnings("error")
+def test_plots__closed_form_alone_is_drawn_by_markers(tmp_path: Path, drawn: list[Any]) -> None:
+    plots.plot_training_convergence(closed_form(), tmp_path / "one.png")
+    plots.plot_seed_convergence([(0, closed_form()), (1, closed_form())], 1, tmp_path / "seeds.png")
+    one, seeds = drawn
+    assert panel_names(one) == ["correlation", "target explained", "mean encoding"]
+    assert panel_names(seeds) == ["correlation", "target explained"]
+    assert one.axes[0].get_title(loc="left") == "Closed form: no step was trained"
+    for axes in (*one.axes, *seeds.axes):
+        assert list(axes.get_xticks()) == [0.0]
+        dots = [line for line in axes.lines if list(line.get_xdata()) == [0]]
+        assert dots and all(line.get_marker() not in ("None", "") and line.get_markersize() >= 5.0 for line in dots)
+    assert lines(one.axes[1])["at the best step: 79 %"] == ([0.0], [0.79])
+
+
 @pytest.mark.parametrize(
     ("output", "img_format", "written", "magic"),
     [
@@ -203,6 +271,17 @@ def test_plot_seed_convergence__selected_seed_stands_out_and_every_seed_is_named
     looks = {(line.get_color(), line.get_linestyle()) for line in handles[:9]}
     assert len(looks) == 9, "two seeds look the same"
     assert [len(line.get_xdata()) for line in losses.lines[:9]] == [20 + seed for seed in range(9)]
+
+
+def test_plot_seed_convergence__explained_shares_of_all_seeds_under_one_limit(tmp_path: Path, drawn: list[Any]) -> None:
+    runs = [(0, measured(record(), first=-7.0)), (1, record()), (2, measured(record(), first=-9.0))]
+    plots.plot_seed_convergence(runs, 2, tmp_path / "seeds.png")
+    assert panel_names(drawn[0]) == ["correlation", "target explained", "loss (smoothed)"]
+    scores, shares, _ = drawn[0].axes
+    assert list(lines(shares)) == ["below −100 %", "class means: 81 %"], "seeds are named once, above"
+    of_seeds = [line for line in shares.lines if line.get_marker() == "o"]
+    assert [len(line.get_xdata()) for line in of_seeds] == [6, 0, 6]
+    assert [line.get_color() for line in of_seeds] == [line.get_color() for line in scores.lines[:3]]
 
 
 def test_plot_seed_convergence__wrong_input_is_named(tmp_path: Path) -> None:

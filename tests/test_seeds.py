@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ def record(
     if loss is not None:
         best["loss"] = loss
     return {"best_score_checkpoint": best, "training_stats": {"mean_by_class": {step: means}}, "losses": [1.0]}
+
+
+def spectral(given: Any) -> Any:
+    """The same run with weights that were solved for before its first step."""
+    given["training_stats"]["spectral"] = {"items": 16}
+    return given
 
 
 def result(seed: int, correlation: float, args: TrainingArguments, **options: Any) -> SeedResult:
@@ -50,6 +57,9 @@ OPPOSITE = {1.0: 0.8, -1.0: -0.7, 0.0: 0.0}
         (record(-0.9, {1.0: -0.8, -1.0: 0.7}), {"normalize_gradiend": False, "compat": "gradiend-0.2"}, False, "below"),
         (record(0.9, OPPOSITE, step=0), {}, False, "no trained step"),
         (record(None, {}, step=None), {}, False, "no trained step"),
+        (spectral(record(0.9, OPPOSITE, step=0)), {}, True, "0.9"),
+        (spectral(record(0.3, OPPOSITE, step=0)), {}, False, "below 0.5"),
+        (spectral(record(None, {}, step=None)), {}, False, "no trained step"),
         (record(None, {}, loss=0.1), {"convergent_metric": "loss", "convergence_threshold": 0.2}, True, "0.1"),
         (record(None, {}, loss=0.3), {"convergent_metric": "loss", "convergence_threshold": 0.2}, False, "0.3"),
     ],
@@ -58,6 +68,34 @@ def test_judge__by_metric_means_and_signs(given: Any, options: dict[str, Any], c
     verdict = seeds.judge(given, TrainingArguments(**options), among_seeds=True)
     assert verdict.converged is converged
     assert reason in verdict.reason
+
+
+SHARES = {"explained": 0.78, "explained_centred": 0.7, "explained_limit": 0.81, "explained_centred_limit": 0.75}
+
+
+@pytest.mark.parametrize("key", [int, str])
+def test_report__says_what_the_decoder_explains_at_the_best_step(key: Any) -> None:
+    args = TrainingArguments()
+    found = result(0, 0.9, args)
+    assert found.record["best_score_checkpoint"]["global_step"] == 5
+    stats = found.record["training_stats"]
+    stats["explained"] = {key(0): -3.0, key(5): 0.78, key(10): 0.8}
+    stats["explained_centred"] = {key(5): 0.7}
+    stats |= {name: share for name, share in SHARES.items() if name.endswith("limit")}
+    assert seeds.explained_at_best(found.record) == SHARES
+    entry = seeds.seed_report([found], args)["runs"][0]
+    assert {name: entry[name] for name in SHARES} == SHARES
+
+
+def test_explained_at_best__is_none_where_it_was_not_measured() -> None:
+    nothing = dict.fromkeys(SHARES)
+    assert seeds.explained_at_best(record(0.9, OPPOSITE)) == nothing
+    other_step = record(0.9, OPPOSITE)
+    other_step["training_stats"] |= {"explained": {4: 0.5}, "explained_centred": None, "explained_limit": None}
+    assert seeds.explained_at_best(other_step) == nothing
+    unevaluated = record(None, {}, step=None)
+    unevaluated["training_stats"] |= {"explained": {}, "explained_limit": math.nan}
+    assert seeds.explained_at_best(unevaluated) == nothing
 
 
 def test_select__converged_before_better_and_first_of_equals() -> None:

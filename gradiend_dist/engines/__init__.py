@@ -14,6 +14,16 @@ from gradiend_dist.space import Part
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What the learning rate is multiplied by for each half, and Adam's epsilons."""
+
+    encoder: float
+    decoder: float
+    encoder_epsilon: float
+    decoder_epsilon: float
+
+
+@dataclass(frozen=True)
 class StepOptions:
     """What an optimizer step needs to know of the arguments."""
 
@@ -24,9 +34,15 @@ class StepOptions:
     max_grad_norm: float
     supervised: str | None
     """"encoder" or "decoder": train this half alone, on the labels."""
+    auto: Rates | None = None
+    """None: the learning rate and epsilon are those of both halves."""
+
+    @property
+    def rates(self) -> Rates:
+        return self.auto or Rates(1.0, 1.0, self.epsilon, self.epsilon)
 
     @classmethod
-    def of(cls, args: TrainingArguments) -> StepOptions:
+    def of(cls, args: TrainingArguments, auto: Rates | None = None) -> StepOptions:
         supervised = "encoder" if args.supervised_encoder else "decoder" if args.supervised_decoder else None
         return cls(
             optim=args.optim,
@@ -35,6 +51,7 @@ class StepOptions:
             epsilon=args.adam_epsilon,
             max_grad_norm=args.max_grad_norm,
             supervised=supervised,
+            auto=auto,
         )
 
 

@@ -15,7 +15,7 @@ Sums over n go through `total`: here they are complete, in `sliced.py` every ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,13 @@ class PlacedEngine(Engine):
         self.encoder_weight, self.encoder_bias = model.encoder_weight, model.encoder_bias
         self.decoder_weight, self.decoder_bias = model.decoder_weight, model.decoder_bias_vector
         # Rows of We [m, n] are weights of their own, so that each is one dense range of n.
-        self.encoder_optimizer = make_optimizer(options, [*self.encoder_weight, self.encoder_bias])
+        for_encoder, for_decoder = (
+            replace(options, epsilon=epsilon)
+            for epsilon in (options.rates.encoder_epsilon, options.rates.decoder_epsilon)
+        )
+        self.encoder_optimizer = make_optimizer(for_encoder, [*self.encoder_weight, self.encoder_bias])
         decoder = [self.decoder_weight] if self.decoder_bias is None else [self.decoder_weight, self.decoder_bias]
-        self.decoder_optimizer = make_optimizer(options, decoder)
+        self.decoder_optimizer = make_optimizer(for_decoder, decoder)
         self.decoder_activation = None if isinstance(model.decoder[1], nn.Identity) else model.decoder[1]
         self.trains_encoder = options.supervised != "decoder"
         self.trains_decoder = options.supervised != "encoder"
@@ -185,8 +189,9 @@ class PlacedEngine(Engine):
         scale, not_finite = self._gate(loss, norm)
         at_encoder, at_decoder = self.model.device_encoder, self.model.device_decoder
         encoder_squares, decoder_squares = Sums(1, at_encoder), Sums(1, at_decoder)
-        self.encoder_optimizer.begin(learning_rate, not_finite.to(at_encoder))
-        self.decoder_optimizer.begin(learning_rate, not_finite.to(at_decoder))
+        rates = self.options.rates
+        self.encoder_optimizer.begin(learning_rate * rates.encoder, not_finite.to(at_encoder))
+        self.decoder_optimizer.begin(learning_rate * rates.decoder, not_finite.to(at_decoder))
         if d_encoder is not None:
             d_encoder = d_encoder * scale.to(at_encoder)
             # Biases first: an optimizer that cannot be cut steps with its last weight, and norms are of after the step.

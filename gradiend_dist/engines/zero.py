@@ -12,8 +12,8 @@ with DeepSpeed, and for optimizer offload.
 What one rank answers for, `owned`, is a range of each weight: its ZeRO partition at stage 3, an even share before.
 Encodings and norms are sums over these ranges, so that stage 3 gathers nothing for them.
 
-Parameter groups: first all weights that change sign with the latent axis, then the decoder's bias. DeepSpeed flattens
-group by group, so the moments to negate are whole tensors.
+Parameter groups: the encoder, the decoder's weight, the decoder's bias, each with its own rate. All but the last change
+sign with the latent axis. DeepSpeed flattens group by group, so the moments to negate are whole tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import inspect
 import json
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,13 +85,15 @@ class ZeroEngine(Engine):
         config = resolve_config(accelerator, options, comm.world_size)
         self.stage: int = config["zero_optimization"]["stage"]
         gc.collect()  # what finished engines held is in cycles, and this one needs the memory
-        self.engine = prepare(Objective(model, options.supervised), make_optimizer(model, options), config, accelerator)
+        self.groups = parameter_groups(model, options)
+        optimizer = make_optimizer(self.groups, options)
+        self.engine = prepare(Objective(model, options.supervised), optimizer, config, accelerator)
         check_engine(self.engine, config, comm.world_size)
         weakref.finalize(self, release, self.engine).atexit = False
 
     def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        for settings, group in zip(self.engine.optimizer.param_groups, self.groups, strict=True):
+            settings["lr"] = learning_rate * group.rate
         loss = self.engine(*self._inputs(batches))
         # A loss that is not finite need not have such gradients. DeepSpeed skips a step whose gradient norm, of all
         # ranks, is not finite: so the loss is made to say it in the gradients.
@@ -187,14 +190,13 @@ class ZeroEngine(Engine):
         self.engine.optimizer.refresh_fp32_params()
 
     def _moments_that_flip(self) -> Iterator[Tensor]:
-        """First moments of the first group, this rank's part of them; none before the first step."""
+        """First moments of all groups but the bias's, this rank's part of them; none before the first step."""
         zero = self.engine.optimizer
-        if self.stage < 3:
-            masters = zero.single_partition_of_fp32_groups[:1]
-        else:
-            groups = zero.sub_group_to_group_id
-            masters = [m for i, m in enumerate(zero.fp32_partitioned_groups_flat) if groups[i] == 0]
-        for master in masters:
+        owners: Sequence[int] = range(len(self.groups))
+        masters = zero.single_partition_of_fp32_groups if self.stage < 3 else zero.fp32_partitioned_groups_flat
+        if self.stage == 3:
+            owners = [zero.sub_group_to_group_id[i] for i in range(len(masters))]
+        for master in [master for master, owner in zip(masters, owners, strict=True) if self.groups[owner].flips]:
             if "exp_avg" in zero.optimizer.state[master]:
                 yield zero.optimizer.state[master]["exp_avg"]
 
@@ -246,10 +248,10 @@ class ZeroEngine(Engine):
             raise UserError(f"{directory} holds no {FACTS}: it is no training state of a ZeRO run, or not complete.")
         saved = json.loads((directory / FACTS).read_text())
         for name, value in self._facts().items():
-            if saved[name] != value:
+            if saved.get(name) != value:
                 raise UserError(
-                    f"The training state in {directory} was saved with {name}={saved[name]} and this run has {value}: "
-                    "DeepSpeed's state cannot be cut anew, launch as before or start without it."
+                    f"The training state in {directory} was saved with {name}={saved.get(name)} and this run has "
+                    f"{value}: DeepSpeed's state cannot be cut anew, launch as before or start without it."
                 )
         with plain_loading():
             path, _ = self.engine.load_checkpoint(str(directory), tag=TAG)
@@ -261,6 +263,7 @@ class ZeroEngine(Engine):
             "zero_stage": self.stage,
             "input_dim": self.model.input_dim,
             "latent_dim": self.model.latent_dim,
+            "parameter_groups": len(self.groups),
         }
 
 
@@ -322,20 +325,38 @@ def negate(weight: Tensor) -> None:
 # --- building the engine
 
 
-def make_optimizer(model: GradiendModel, options: StepOptions) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW over the trained half; the other half gets no gradients."""
-    if options.optim not in ("adamw", "adam"):
-        raise UserError(f"optim={options.optim} does not work with DeepSpeed: pass optim=adamw, or launch without it.")
+@dataclass(frozen=True)
+class Group:
+    """Weights that DeepSpeed flattens together."""
+
+    weights: list[Tensor]
+    rate: float
+    epsilon: float
+    flips: bool
+    """Does it change its sign with the latent axis?"""
+
+
+def parameter_groups(model: GradiendModel, options: StepOptions) -> list[Group]:
+    """Those of the trained half; the other half gets no gradients."""
     model.encoder.requires_grad_(options.supervised != "decoder")
     model.decoder.requires_grad_(options.supervised != "encoder")
-    encoder, decoder = model.encoder_linear, model.decoder_linear
-    that_flip = [weight for weight in (encoder.weight, encoder.bias, decoder.weight) if weight.requires_grad]
-    groups = [{"params": that_flip}]
-    if model.bias_decoder and decoder.bias.requires_grad:
-        groups.append({"params": [decoder.bias]})
+    encoder, decoder, rates = model.encoder_linear, model.decoder_linear, options.rates
+    groups = [
+        Group([encoder.weight, encoder.bias], rates.encoder, rates.encoder_epsilon, flips=True),
+        Group([decoder.weight], rates.decoder, rates.decoder_epsilon, flips=True),
+    ]
+    if model.bias_decoder:
+        groups.append(Group([decoder.bias], rates.decoder, rates.decoder_epsilon, flips=False))
+    return [group for group in groups if group.weights[0].requires_grad]
+
+
+def make_optimizer(groups: Sequence[Group], options: StepOptions) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW; the learning rate comes with each step."""
+    if options.optim not in ("adamw", "adam"):
+        raise UserError(f"optim={options.optim} does not work with DeepSpeed: pass optim=adamw, or launch without it.")
     kind = torch.optim.AdamW if options.optim == "adamw" else torch.optim.Adam
-    # The learning rate comes with each step.
-    return kind(groups, lr=1.0, betas=options.betas, eps=options.epsilon, weight_decay=options.weight_decay, fused=True)
+    own = [{"params": group.weights, "eps": group.epsilon} for group in groups]
+    return kind(own, lr=1.0, betas=options.betas, weight_decay=options.weight_decay, fused=True)
 
 
 def prepare(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], accelerator: Any) -> Any:
