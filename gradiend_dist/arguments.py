@@ -116,7 +116,11 @@ def check_seed(name: str, seed: int | None) -> None:
 class PrePruneConfig:
     """Pruning before training, by the mean gradient of a few examples."""
 
-    n_samples: int = help_field(8, "Examples whose mean gradient ranks the weights, split evenly over both directions.")
+    n_samples: int = help_field(
+        8,
+        "Examples whose mean gradient ranks the weights, split evenly over both directions; initialization=spectral "
+        "ranks by all rows of its items where these are more.",
+    )
     topk: int | float | None = help_field(0.1, "Weights to keep: a share (0.01) or a count (1000).")
     threshold: float | None = help_field(None, "Keep weights whose absolute mean gradient is at least this.")
     source: str = help_field("alternative", "Which gradient ranks: factual, alternative or diff.")
@@ -607,6 +611,12 @@ class TrainingArguments(
     def peak_rate(self) -> float:
         """What the scheduler scales: a learning rate, or, with auto, a share of what the gradients allow."""
         return AUTO_RATE if isinstance(self.learning_rate, str) else self.learning_rate
+
+    @property
+    def trained_kinds(self) -> list[str]:
+        """The gradients that a step needs: source and target, each once."""
+        wanted = [self.source] * (not self.supervised_decoder) + [self.target] * (not self.supervised_encoder)
+        return list(dict.fromkeys(wanted))
 
     def seen_label(self, label: float) -> float:
         """The class of the token that the encoder sees, as +1, -1 or 0, of a row with this label."""

@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from gradiend_dist.clock import Clock
 from gradiend_dist.errors import UserError
+from gradiend_dist.space import Part
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,20 @@ class Comm:
         with self.telling("gradients"):
             handle = dist.all_to_all_single(mine, contribution, receive, list(sizes), group=self.group, async_op=True)
         return mine.view(self.world_size, sizes[self.rank]), handle
+
+    def redistribute(self, mine: Tensor, before: Sequence[Part], after: Sequence[Part]) -> Tensor:
+        """The same vector cut anew: one range for each rank, in the order of ranks, before and after."""
+
+        def shared(a: Part, b: Part) -> int:
+            (a_start, a_stop), (b_start, b_stop) = a.ranges[0], b.ranges[0]
+            return max(0, min(a_stop, b_stop) - max(a_start, b_start))
+
+        sent = [shared(before[self.rank], part) for part in after]
+        received = [shared(part, after[self.rank]) for part in before]
+        found = mine.new_empty(sum(received))
+        with self.telling("gradients"):
+            dist.all_to_all_single(found, mine.contiguous(), received, sent, group=self.group)
+        return found
 
     # --- decisions, on the host
 

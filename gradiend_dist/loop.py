@@ -372,7 +372,7 @@ class TrainingLoop:
     def _source_and_target(self, number: int) -> tuple[Tensor | None, Tensor | None]:
         item = self._item(number)
         wants_source, wants_target = not self.args.supervised_decoder, not self.args.supervised_encoder
-        kinds = [self.args.source] * wants_source + [self.args.target] * wants_target
+        kinds = self.args.trained_kinds
         if self._whole_items and not self.gradients.has(item, kinds):
             self.gradients.prepare(self._from(number), kinds)
         vectors = self.gradients.get(item, kinds, keep=self.keep or self._whole_items)

@@ -18,8 +18,12 @@ Between two steps the base model works, and needs at that time instead of the st
                   3 float32 per predicted place and vocabulary entry
     indices       8 bytes per entry of a pruned space (FSDP: per own entry)
 
+    sketch        4 bytes x 12 held-out items x min(p, 2^20), when the decoder's share of the target is first measured
+                  (n > 2^20: 2^20 numbers on every rank)
+
 The peak is the larger of the two times, or that of pre-pruning: base, 4 bytes per own entry of the whole space (zero:
-of an even part of it), base buffers, activations.
+of an even part of it; 8 where the items of a spectral start rank the weights), base buffers, activations; or that of a
+spectral start, before there are moments: the rest, and a sketch of each kind of all its items.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradiend_dist.engines.placed import CHUNK, CHUNK_ON_GPU
+from gradiend_dist.reconstruction import ITEMS_OF_A_SIDE
 from gradiend_dist.reduction import BUCKET, IN_FLIGHT
+from gradiend_dist.sketch import SKETCH
 
 # Defaults of DeepSpeed: numbers in one bucket of gradients, and gathered numbers above which stage 3 lets weights go
 # and gathers the decoder's a second time.
@@ -39,8 +45,12 @@ CHUNKS_AT_ONCE = 3
 # What a CPU process needs beyond this at its first large step, whatever the engine and n: code that is loaded then, and
 # freed chunks that malloc keeps (measured: 2 to 8 MB).
 PROCESS_ON_CPU = 6_000_000
-# Per own entry of the whole space while `pruning.sum_of_sizes` works: one float32 vector on the device.
+# Per own entry of the whole space while `pruning.sum_of_sizes` works: one float32 vector on the device, and, where it
+# ranks by several items of a direction, their mean.
 PRE_PRUNE_BYTES = 4
+PRE_PRUNE_BYTES_BY_ITEMS = 8
+# Of each direction and of identities.
+HELD_OUT_ITEMS = 3 * ITEMS_OF_A_SIDE
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,8 @@ class Head:
     """Gradient vectors in one optimizer step."""
     seeds: int = 1
     """Trained at once."""
+    spectral_items: int = 0
+    """Items of a spectral start; 0: it is random."""
 
     @property
     def vectors(self) -> int:
@@ -101,6 +113,10 @@ class Need:
     step_buffers: int = 0
     base_buffers: int = 0
     activations: int = 0
+    held_out: int = 0
+    """Sketch of the held-out items."""
+    spectral: int = 0
+    """Sketches of a spectral start: 0 without."""
     pre_prune: int = 0
     """Vectors of pre-pruning: 0 without."""
     host: int = 0
@@ -114,15 +130,29 @@ class Need:
     @property
     def buffers(self) -> int:
         """The larger of what a step and what a pass of the base model need beside the rest."""
-        return max(self.step_buffers, self.base_buffers + self.activations)
+        return max(self.step_buffers, self.base_buffers + self.activations + self.held_out)
 
     @property
     def peak(self) -> int:
-        pruning = self.base + self.pre_prune + self.base_buffers + self.activations if self.pre_prune else 0
-        return max(self.resident + self.buffers, pruning)
+        work = self.base_buffers + self.activations
+        pruning = self.base + self.pre_prune + work if self.pre_prune else 0
+        start = self.resident - self.moments + self.spectral + work if self.spectral else 0
+        return max(self.resident + self.buffers, pruning, start)
 
 
 # --- encoder and decoder
+
+
+def sketches(head: Head, part: int) -> dict[str, int]:
+    """Bytes of the sketches of a rank that knows `part` of each gradient."""
+    numbers = SKETCH if head.n > SKETCH else part
+    return {"held_out": 4 * HELD_OUT_ITEMS * numbers, "spectral": 4 * head.spectral_items * head.kinds * numbers}
+
+
+def pre_prune(run: Run, part: int) -> int:
+    """Vectors over `part` of the whole space."""
+    each = PRE_PRUNE_BYTES_BY_ITEMS if run.head.spectral_items else PRE_PRUNE_BYTES
+    return each * part if run.is_pruned else 0
 
 
 def sliced(head: Head, part: int, *, chunk: int = CHUNK_ON_GPU) -> Need:
@@ -271,7 +301,8 @@ def need_placed(run: Run, gpus: int) -> Need:
         indices=indices,
         base_buffers=single_gradient(base),
         activations=run.pass_of(1),
-        pre_prune=PRE_PRUNE_BYTES * base.n if run.is_pruned else 0,
+        pre_prune=pre_prune(run, base.n),
+        **sketches(head, head.n),
     )
     whole = sliced(head, head.n)
     encoder, decoder = (
@@ -315,7 +346,8 @@ def need_sliced(run: Run, ranks: int) -> Need:
         indices=indices,
         base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=False),
         activations=run.pass_of(ranks),
-        pre_prune=PRE_PRUNE_BYTES * -(-base.n // ranks) if run.is_pruned else 0,
+        pre_prune=pre_prune(run, -(-base.n // ranks)),
+        **sketches(head, part),
         host=need.host + indices,
         sent=head.items * head.kinds * all_gather(4 * head.n, ranks),
     )
@@ -333,7 +365,8 @@ def need_fsdp(run: Run, ranks: int) -> Need:
         indices=8 * part if run.is_pruned else 0,
         base_buffers=fsdp_buffers(base),
         activations=run.pass_of(ranks),
-        pre_prune=PRE_PRUNE_BYTES * whole_part if run.is_pruned else 0,
+        pre_prune=pre_prune(run, whole_part),
+        **sketches(head, part),
         host=need.host + (8 * head.n if run.is_pruned else 0),
         sent=head.items * fsdp_sent(base, ranks, head.kinds),
     )
@@ -350,7 +383,8 @@ def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Nee
         indices=indices,
         base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=True),
         activations=run.pass_of(ranks),
-        pre_prune=PRE_PRUNE_BYTES * -(-base.n // ranks) if run.is_pruned else 0,
+        pre_prune=pre_prune(run, -(-base.n // ranks)),
+        **sketches(head, head.n),
         host=need.host + indices,
         sent=need.sent + head.items * head.kinds * all_reduce(4 * head.n, ranks),
     )

@@ -162,7 +162,7 @@ def hint(run: Run) -> str:
     return (
         f'<p class="hint">The decoder explains {whole_percent(max(share, 0.0))} of the target, class means would '
         f"explain {whole_percent(limit)}: the encoder tells the classes apart, but the decoder is hardly trained. "
-        f"{remedy}, or <code>learning_rate=auto</code>, or more steps.</p>"
+        f"{remedy}, or <code>learning_rate=auto</code>.</p>"
     )
 
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from gradiend_dist.arguments import TrainingArguments, check_topk
 from gradiend_dist.errors import UserError
-from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero
+from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero, sketches
 from gradiend_dist.model import count_to_keep, first_line, load_base_config
 from gradiend_dist.sharding import layers_of
 from gradiend_dist.space import ParameterSpace
@@ -40,12 +40,14 @@ class Forecast:
     """Weights and moments of one seed."""
     gradients: int
     """Source and target of one item, and the importance vector of pre-pruning where that is larger."""
+    sketches: int
+    """Of held-out items, or of the items of a spectral start where these are more."""
     model_file: int
     disk: int
 
     @property
     def memory(self) -> int:
-        return self.base_model + self.head + self.gradients
+        return self.base_model + self.head + self.gradients + self.sketches
 
     def lines(self) -> list[tuple[str, str]]:
         return [
@@ -54,6 +56,7 @@ class Forecast:
             ("memory: base model", gib(self.base_model)),
             ("memory: encoder, decoder and moments, per seed", gib(self.head)),
             ("memory: gradients of one step", gib(self.gradients)),
+            ("memory: sketches of gradients", gib(self.sketches)),
             ("disk: one model / at most at once", f"{gib(self.model_file)} / {gib(self.disk)}"),
         ]
 
@@ -75,10 +78,16 @@ def forecast(args: TrainingArguments, space: ParameterSpace, num_base_weights: i
         trained_size=trained,
         base_model=bytes_per_weight * num_base_weights,
         head=3 * 4 * entries,
-        gradients=max(gradients, 8 * n if trained < n else 0),
+        gradients=max(gradients, (12 if args.starts_trained else 8) * n if trained < n else 0),
+        sketches=max(sketches(head_of(args, trained), trained).values()),
         model_file=model_file,
         disk=model_file * num_kept,
     )
+
+
+def head_of(args: TrainingArguments, trained: int) -> Head:
+    items = args.spectral_items if args.looks_at_items else 0
+    return Head(trained, args.latent_dim, args.bias_decoder, len({args.source, args.target}), spectral_items=items)
 
 
 def space_of(model: str, args: TrainingArguments) -> tuple[ParameterSpace, int]:
@@ -167,6 +176,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gradiend_batch_size", type=int, default=1, help="gradient vectors in one step (1)")
     parser.add_argument("--train_batch_size", type=int, default=32, help="rows in one gradient, over all ranks (32)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the longest row (64)")
+    parser.add_argument(
+        "--spectral_items", type=int, default=0, help="items of initialization=spectral; 0: a random start (0)"
+    )
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--json", action="store_true", help="the numbers in bytes, as JSON")
     return parser
@@ -207,6 +219,8 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("gpus", "gpus_per_node", "seeds", "latent_dim", "gradiend_batch_size", "train_batch_size", "tokens"):
         if getattr(options, name) < 1:
             raise UserError(f"{name}={getattr(options, name)} is not positive: pass 1 or more.")
+    if options.spectral_items < 0:
+        raise UserError(f"spectral_items={options.spectral_items} is negative: pass e.g. 16, or 0 for a random start.")
     if not 0 < options.gpu_memory < float("inf"):
         raise UserError(f"gpu_memory={options.gpu_memory} is not positive: pass the GiB of one GPU.")
     for topk in options.pre_prune_topk:
@@ -263,7 +277,13 @@ def base_of(model: nn.Module, params: Sequence[str] | None, dtype: str) -> Base:
 
 def lines_at(base: Base, topk: float, options: argparse.Namespace) -> Iterator[Line]:
     trained = count_to_keep(topk, base.n)
-    head = Head(trained, options.latent_dim, items=options.gradiend_batch_size, seeds=options.seeds)
+    head = Head(
+        trained,
+        options.latent_dim,
+        items=options.gradiend_batch_size,
+        seeds=options.seeds,
+        spectral_items=options.spectral_items,
+    )
     run = Run(base, head, options.train_batch_size, options.tokens)
     for engine, launch, need in needs_of(run, options.gpus, several_nodes=options.gpus > options.gpus_per_node):
         yield Line(engine, launch, topk, trained, need, need.peak <= USABLE * options.gpu_memory * GIB)
@@ -294,7 +314,7 @@ def recommended(lines: Sequence[Line], gpus: int) -> Line | None:
     return min(fitting, key=lambda line: (-line.topk, order.index(line.engine)), default=None)
 
 
-PARTS = ("base", "weights", "moments", "x, y", "indices", "buffers", "pruning", "peak")
+PARTS = ("base", "weights", "moments", "x, y", "indices", "buffers", "pruning", "sketches", "peak")
 COLUMNS = ("keeps", "engine", *PARTS, "fits", "sent", "host", "launch with")
 
 
@@ -305,7 +325,7 @@ def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, op
     for line in lines:
         need = line.need
         held = (need.base, need.weights, need.moments, need.gradients, need.indices)
-        parts = (*held, need.buffers, need.pre_prune, need.peak)
+        parts = (*held, need.buffers, need.pre_prune, max(need.held_out, need.spectral), need.peak)
         mark = f"accelerate_configs/{line.launch}{'   <- recommended' if line is best else ''}"
         keeps = "all" if line.topk == 1.0 else f"{100 * line.topk:g} %"
         sizes = (*map(plain, parts), "yes" if line.fits else "no", plain(need.sent), plain(need.host))
@@ -314,7 +334,8 @@ def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, op
         f"{name}: {base.total:,} weights, {base.n:,} in the backbone's space; {options.dtype}, {options.gpus} GPUs of "
         f"{options.gpu_memory:g} GiB, {options.seeds} seed{'s' if options.seeds > 1 else ''} at once\n"
         "GiB of the fullest GPU (buffers: of a step or of a pass of the base, whichever is more; pruning: vectors of "
-        f"pre-pruning, when weights, moments, x and y are not there yet; fits: peak within {100 * USABLE:g} %),\n"
+        "pre-pruning, when weights, moments, x and y are not there yet; sketches: of held-out items or, before there "
+        f"are moments, of a spectral start; fits: peak within {100 * USABLE:g} %),\n"
         "GiB sent per GPU and step with new gradients, GiB of host memory per rank while a state is saved\n"
     )
     words = "" if best is not None else "\nNothing fits: use more GPUs, larger ones, or prune more (--pre_prune_topk)."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 import torch
@@ -13,7 +14,7 @@ from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, check_topk
 from gradiend_dist.comm import Comm
 from gradiend_dist.compat import Behaviour
 from gradiend_dist.errors import UserError
-from gradiend_dist.gradients import BaseGradients, ItemRows
+from gradiend_dist.gradients import BaseGradients, Item, ItemRows
 from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel, count_to_keep, select_entries_to_keep
 from gradiend_dist.schedule import make_schedule
 from gradiend_dist.space import Part
@@ -39,17 +40,48 @@ def pre_prune(
     if not behaviour.pre_prune_mixes_directions:
         direction = rows["feature_class_id"].tolist()
         groups = [[p for p in positions if direction[p] == wanted] for wanted in (0, 1)]
-    importance = sum_of_sizes(base, ItemRows(rows, base.objective), [group for group in groups if group], config.source)
+    table = ItemRows(rows, base.objective)
+    items = [table.item(group, per_row_mean=True) for group in groups if group]
+
+    def gradient(item: Item) -> Tensor:
+        return base.compute(item, [config.source])[config.source]
+
+    return keep_largest(base, gradient, [[item] for item in items], config, behaviour)
+
+
+def pre_prune_by_items(
+    base: BaseGradients,
+    gradient: Callable[[Item], Tensor],
+    items: Sequence[Item],
+    labels: Sequence[float],
+    config: PrePruneConfig,
+    behaviour: Behaviour,
+) -> Tensor:
+    """The same by items of training; `gradient` gives a gradient of the kind that ranks, to be overwritten."""
+    pairs = list(zip(items, labels, strict=True))
+    groups = [[item for item, label in pairs if label == direction] for direction in (1.0, -1.0)]
+    return keep_largest(base, gradient, [group for group in groups if group], config, behaviour)
+
+
+def keep_largest(
+    base: BaseGradients,
+    gradient: Callable[[Item], Tensor],
+    groups: Sequence[Sequence[Item]],
+    config: PrePruneConfig,
+    behaviour: Behaviour,
+) -> Tensor:
+    """Positions of the largest sums of sizes, over all ranks."""
     keep = select_over_ranks(
         base.comm,
         base.part,
-        importance,
+        sum_of_sizes(base, gradient, groups),
         threshold=config.threshold,
         topk=config.topk,
         in_float32=behaviour.topk_in_float32,
     )
+    num_rows = sum(len(item.rows) for group in groups for item in group)
     logger.info(
-        "pre-prune: kept %s of %s weights by %d examples", f"{keep.numel():,}", f"{base.space.size:,}", len(positions)
+        "pre-prune: kept %s of %s weights by %d examples", f"{keep.numel():,}", f"{base.space.size:,}", num_rows
     )
     return keep
 
@@ -147,16 +179,23 @@ def _count(comm: Comm, entries: Tensor) -> int:
     return int(comm.total_on_host(torch.tensor([entries.numel()])))
 
 
-def sum_of_sizes(base: BaseGradients, rows: ItemRows, groups: list[list[int]], source: str) -> Tensor:
-    """Mean over the groups of |mean gradient of the group's rows|, on the host; the device holds one at a time."""
+def sum_of_sizes(base: BaseGradients, gradient: Callable[[Item], Tensor], groups: Sequence[Sequence[Item]]) -> Tensor:
+    """Mean over the groups of |mean gradient of the group's items|, on the host.
+
+    The device holds one item's gradient, which may be overwritten, and of a group of several their mean.
+    """
     total: Tensor | None = None
     for group in groups:
-        item = rows.item(group, per_row_mean=True)
-        size = base.compute(item, [source])[source].abs_().div_(len(groups))
+        mean = gradient(group[0])
+        if len(group) > 1:
+            mean = mean / len(group)
+            for item in group[1:]:
+                mean.add_(gradient(item), alpha=1.0 / len(group))
+        size = mean.abs_().div_(len(groups))
         if not base.comm.all_agree(bool(size.isfinite().all())):
             raise UserError(
-                f"The gradient of the pre-prune examples is not finite ({item.name}): check the base model's weights "
-                "and these rows."
+                f"The gradient of the pre-prune examples is not finite ({group[0].name}): check the base model's "
+                "weights and these rows."
             )
         total = size.cpu() if total is None else total.add_(size.cpu())
     assert total is not None, "there is at least one example"

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from gradiend_dist import cache, seeds
-from gradiend_dist.arguments import PostPruneConfig, TrainingArguments, require
+from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, require
 from gradiend_dist.checkpoint import TRAINING, restore_weights, save_model
 from gradiend_dist.comm import PeerLost
 from gradiend_dist.engines import StepOptions
@@ -245,12 +245,17 @@ class SeedTraining:
         if self.args.prunes_each_seed:
             sample_seed = seed
         if self._pruned is None or self._pruned[0] != sample_seed:
-            space = self.keeper.find_space(f"sample_{sample_seed}")
-            if space is None:
-                space = self.bench.pre_pruned(config, sample_seed)
-                self.keeper.keep_space(f"sample_{sample_seed}", space)
-            self._pruned = (sample_seed, space)
+            self._pruned = (sample_seed, self._pruned_space(config, sample_seed))
         return self._pruned[1]
+
+    def _pruned_space(self, config: PrePruneConfig, sample_seed: int) -> ParameterSpace:
+        if self.bench.prunes_by_items(config):
+            return self.bench.pruned_by_items(config)  # also of a run that goes on: its gradients are wanted again
+        space = self.keeper.find_space(f"sample_{sample_seed}")
+        if space is None:
+            space = self.bench.pre_pruned(config, sample_seed)
+            self.keeper.keep_space(f"sample_{sample_seed}", space)
+        return space
 
     def _seed_path(self, seed: int) -> Path:
         return self.places.seed(seed, self.args)

@@ -109,6 +109,13 @@ class Part:
         owner = torch.searchsorted(before, own, right=True) - 1
         return own - before[owner] + starts[owner]
 
+    def local(self, positions: Tensor) -> Tensor:
+        """Places in the rank's own vector of those of these positions (ascending) that it has."""
+        edges = torch.tensor(self.ranges).reshape(-1)
+        cuts = torch.searchsorted(positions, edges).reshape(-1, 2).tolist()
+        pieces = zip(self.pieces(), cuts, strict=True)
+        return torch.cat([positions[a:b] - there.start + own.start for (own, there), (a, b) in pieces])
+
     def after(self, keep: Tensor) -> Part:
         """The same entries in the space that keeps the positions `keep` (ascending) alone."""
         edges = torch.tensor(self.ranges).reshape(-1)

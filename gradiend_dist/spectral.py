@@ -145,7 +145,7 @@ class SpectralStart:
 
     def _measure(self) -> Measured:
         base = self.gradients.base
-        kinds = [kind for kind in dict.fromkeys((self.source, self.target)) if kind is not None]
+        kinds = self.args.trained_kinds
         sketches = {kind: Sketch(len(self.items), base.part, self.comm, base.device) for kind in kinds}
         sizes = torch.zeros(len(self.items), dtype=torch.float64, device=base.device)
         for number, vectors in self._vectors():
@@ -166,10 +166,9 @@ class SpectralStart:
 
     def _vectors(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(number, vectors by kind) of each item; those that are not kept are overwritten by the next."""
-        kinds = [kind for kind in (self.source, self.target) if kind is not None]
-        self.gradients.prepare(self.items, kinds)
+        self.gradients.prepare(self.items, self.args.trained_kinds)
         for number, item in enumerate(self.items):
-            yield number, self.gradients.get(item, kinds, keep=True)
+            yield number, self.gradients.get(item, self.args.trained_kinds, keep=True)
 
     def _require_finite(self, grams: dict[str, Tensor]) -> None:
         for kind, gram in grams.items():

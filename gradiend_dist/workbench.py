@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradiend_dist.arguments import PrePruneConfig, TrainingArguments
 from gradiend_dist.checkpoint import load_gradiend, read_context
@@ -19,10 +19,10 @@ from gradiend_dist.comm import Comm
 from gradiend_dist.data import FeatureData
 from gradiend_dist.devices import Placement
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
-from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, ItemRows, store_directory
+from gradiend_dist.gradients import BaseGradients, GradientSource, GradientStore, Item, ItemRows, store_directory
 from gradiend_dist.model import GradiendModel, ModelWithGradiend, ParamMappedGradiendModel, load_base_model
 from gradiend_dist.objectives import Objective, choose_objective
-from gradiend_dist.pruning import pre_prune, top_over_ranks
+from gradiend_dist.pruning import pre_prune, pre_prune_by_items, top_over_ranks
 from gradiend_dist.reconstruction import ITEMS_OF_A_SIDE, HeldOut
 from gradiend_dist.schedule import Schedule, cap_per_group, make_schedule
 from gradiend_dist.space import ParameterSpace, Part
@@ -253,13 +253,15 @@ class Workbench:
             reference=self.args.behaviour.reference_data,
         )
 
-    def spectral_start(self, space: ParameterSpace, seed: int) -> SpectralStart:
-        """The closed form that `seed` draws the items of; they are items of training."""
+    def spectral_items(self, seed: int) -> tuple[list[Item], list[float]]:
+        """The items of training that `seed` draws for a closed form, and the class that the encoder sees in each."""
         schedule, rows = self.schedule(), self.training_items()
         numbers = draw_items(schedule, rows.labels, self.args.spectral_items, seed)
-        items = [rows.item(schedule.batches[number]) for number in numbers]
         labels = [self.args.seen_label(rows.labels[int(schedule.batches[number][0])]) for number in numbers]
-        return SpectralStart(self.args, self.gradients(space), items, labels)
+        return [rows.item(schedule.batches[number]) for number in numbers], labels
+
+    def spectral_start(self, space: ParameterSpace, seed: int) -> SpectralStart:
+        return SpectralStart(self.args, self.gradients(space), *self.spectral_items(seed))
 
     def held_out(self, space: ParameterSpace) -> HeldOut | None:
         """What the decoder's share of the target is measured on: items like those of training, of the split that
@@ -283,6 +285,57 @@ class Workbench:
         base = self.base_gradients(self.space, parts=self.spread.resting_parts(self.space))
         keep = pre_prune(base, self.training_rows(), config, seed=seed, behaviour=self.args.behaviour)
         return self.space.select(keep)
+
+    def prunes_by_items(self, config: PrePruneConfig) -> bool:
+        """Do the items of the closed form rank the weights as well? They are more examples than were asked for.
+
+        Not where the examples are fixed by a seed of their own, or by the reference.
+        """
+        args = self.args
+        if not args.starts_trained or args.behaviour.pre_prune_by_row_number or config.seed is not None:
+            return False
+        items, labels = self.spectral_items(args.data_seed)
+        return config.n_samples <= sum(len(i.rows) for i, label in zip(items, labels, strict=True) if label)
+
+    def pruned_by_items(self, config: PrePruneConfig) -> ParameterSpace:
+        """The space that pre-pruning by the closed form's items leaves.
+
+        Where their gradients over the whole space fit the memory for gradients, they are computed once: what is kept of
+        them goes to the store of the pruned space, for the closed form and for training.
+        """
+        args, spread = self.args, self.spread
+        items, labels = self.spectral_items(args.data_seed)
+        base = self.base_gradients(self.space, parts=spread.resting_parts(self.space))
+        kinds = list(dict.fromkeys((config.source, *args.trained_kinds)))
+        one_pass = (
+            spread.launch.engine != "zero"  # its ranks train on whole gradients, and prune by parts of them
+            and 4 * base.largest_part * len(kinds) * len(items) <= self.store_bytes()
+        )
+        wide = GradientSource(base, GradientStore(self.store_bytes() if one_pass else 0))
+        if one_pass:
+            wide.prepare(items, kinds)
+
+        def gradient(item: Item) -> Tensor:
+            if not one_pass:
+                return wide.get(item, [config.source], keep=False)[config.source]
+            return wide.get(item, kinds, keep=True)[config.source].clone()
+
+        keep = pre_prune_by_items(base, gradient, items, labels, config, args.behaviour)
+        space = self.space.select(keep)
+        if one_pass:
+            self._take_over(wide, items, space, keep)
+        return space
+
+    def _take_over(self, wide: GradientSource, items: Sequence[Item], space: ParameterSpace, keep: Tensor) -> None:
+        """Put what a pruned space keeps of these gradients into its store, each rank its part."""
+        narrow, own = self.gradients(space), wide.base.part.local(keep).to(wide.base.device)
+        before, after = [part.after(keep) for part in wide.base.parts], narrow.base.parts
+        for item in items:
+            for kind, vector in wide.get(item, self.args.trained_kinds, keep=True).items():
+                kept = vector[own]
+                if not (self.comm.is_alone or self.spread.shards):  # shards of a base model stay where they are
+                    kept = self.comm.redistribute(kept, before, after)
+                narrow.store.put(item.key, kind, kept)
 
     def seeds_fit_together(self, space: ParameterSpace, num_seeds: int) -> bool:
         """May all seeds' weights and moments be in memory at once? Half of what is free is left alone."""

@@ -57,7 +57,8 @@ def test_pre_prune__threshold_then_topk(masked_lm: Path, feature_frames: Any) ->
     base, items = bench.base_gradients(bench.space), ItemRows(rows, bench.objective)
     positions = sample_positions(rows, 4, 1, by_row_number=False)
     groups = [[p for p in positions if rows["feature_class_id"][p] == direction] for direction in (0, 1)]
-    importance = sum_of_sizes(base, items, groups, "alternative")
+    groups = [[items.item(group, per_row_mean=True)] for group in groups]
+    importance = sum_of_sizes(base, lambda item: base.compute(item, ["alternative"])["alternative"], groups)
     threshold = float(importance.quantile(0.9))
     above = int((importance >= threshold).sum())
     for topk, wanted in ((None, above), (0.5, -(-above // 2)), (10**9, above)):
