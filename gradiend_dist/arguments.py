@@ -216,7 +216,7 @@ class LoopArguments:
         16, "Gradients that initialization=spectral and learning_rate=auto work with, as many of each direction."
     )
     learning_rate: float | str = help_field(
-        1e-5, "Peak learning rate, or auto: steps of encoder and decoder in proportion to the gradients."
+        1e-5, "Peak learning rate, or auto: steps in proportion to the gradients, for encoder and decoder each."
     )
     lr_scheduler_type: str = help_field("constant", f"One of {', '.join(SCHEDULERS)}.")
     warmup_steps: int = help_field(0, "Steps of linear warm-up.")
@@ -458,6 +458,13 @@ class TrainingArguments(
             rate == "auto" or (not isinstance(rate, str) and rate > 0),
             f"learning_rate={rate!r} is neither a positive number nor auto: pass e.g. 1e-5.",
         )
+        for name in ("weight_decay", "adam_epsilon"):
+            given, default = getattr(self, name), LoopArguments.__dataclass_fields__[name].default
+            require(
+                not self.refines or given in (0.0, default),
+                f"{name}={given} has no effect with learning_rate=auto, which decays nothing and chooses epsilon: "
+                f"leave {name} out, or pass a number as learning_rate.",
+            )
         steps = self.max_steps
         require(
             steps > 0 or steps == -1 or (steps == 0 and self.starts_trained),

@@ -20,10 +20,11 @@ from gradiend_dist.arguments import TrainingArguments, help_field, require, requ
 from gradiend_dist.checkpoint import is_model_directory
 from gradiend_dist.command_line import CommandParser
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.selection import WEAKEN, LMSThresholdPolicy, LMSTimesMetricPolicy
+from gradiend_dist.evaluation.selection import WEAKEN, LMSTimesMetricPolicy, default_policy
 from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.process import Process
 from gradiend_dist.report import table
+from gradiend_dist.rewriting import SCALINGS
 from gradiend_dist.spread import launched
 from gradiend_dist.trainer import TextPredictionTrainer
 
@@ -42,13 +43,17 @@ class SelectionOptions:
 
     split: str = help_field("test", "Split of the rows.")
     max_size: int | None = help_field(None, "Rows per direction, and neutral texts, at most.")
-    lrs: list[float] | None = help_field(None, "Learning rates of the grid. None: 100 to 0.001, 16 of them.")
+    lrs: list[float] | None = help_field(
+        None, "Learning rates of the grid. None: 100 to 0.001, 16 of them (scaled: 26)."
+    )
     part: str = help_field("decoder", "The rewriting vector: decoder, or decoder-weight, decoder-bias, ...")
+    scaling: str = help_field("plain", "How the vector's entries are weighed: plain, tensor or curvature.")
     selector: str = help_field("lms_threshold", f"How a point is selected: {' or '.join(SELECTORS)}.")
     lms_ratio: float = help_field(0.99, "Of the base model's language-model score, lms_threshold keeps this share.")
     eval_batch_size: int | None = help_field(None, "Rows read together. None: as in training.")
 
     def check(self) -> None:
+        require_choice("scaling", self.scaling, SCALINGS)
         require_choice("selector", self.selector, SELECTORS)
         require(0.0 <= self.lms_ratio <= 1.0, f"lms_ratio={self.lms_ratio} is not in [0, 1]: pass e.g. 0.99.")
 
@@ -61,7 +66,8 @@ class SelectionOptions:
             "max_size": self.max_size,
             "eval_batch_size": self.eval_batch_size,
             "part": self.part,
-            "selector": LMSTimesMetricPolicy() if times else LMSThresholdPolicy(self.lms_ratio),
+            "scaling": self.scaling,
+            "selector": LMSTimesMetricPolicy() if times else default_policy(self.scaling, self.lms_ratio),
         }
 
 

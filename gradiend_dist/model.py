@@ -35,6 +35,8 @@ from gradiend_dist.rewriting import (
     direction,
     rewrite,
     save_rewritten,
+    scaled_direction,
+    scaling_without_texts,
 )
 from gradiend_dist.space import ParameterSpace, Part
 
@@ -505,14 +507,17 @@ class ModelWithGradiend:
         feature_factor: float | Sequence[float] = 1.0,
         part: str = "decoder",
         *,
+        scaling: str = "plain",
         output_dir: str | Path | None = None,
         dtype: str | None = None,
         max_shard_size: str | int = "5GB",
     ) -> nn.Module:
         """A copy of the base model, moved by `learning_rate` along the decoder's vector for `feature_factor`.
 
-        With `output_dir` it is saved there as well, with tokenizer and model card; `dtype` converts it.
+        `scaling` is plain or tensor (see `gradiend_dist.rewriting`). With `output_dir` the copy is saved there as well,
+        with tokenizer and model card; `dtype` converts it.
         """
+        scaled = scaling_without_texts(scaling)
         gradiend = self.gradiend
         if not gradiend.part.is_whole:
             raise UserError("This rank has only a part of the model: rewrite in one process, or use the trainer's.")
@@ -521,10 +526,11 @@ class ModelWithGradiend:
         if output_dir is not None:
             check_output(output_dir, dtype, max_shard_size)
         changed = copy.deepcopy(self.base_model)
-        rewrite(changed, gradiend.space.active(), VectorsInMemory(gradiend), learning_rate, feature_factor, part)
+        weights, vectors = gradiend.space.active(), VectorsInMemory(gradiend)
+        rewrite(changed, weights, vectors, learning_rate, feature_factor, part, scaled)
         changed = changed if converted is None else changed.to(converted)
         if output_dir is not None:
-            change = self.change(learning_rate, feature_factor, part)
+            change = self.change(learning_rate, feature_factor, part, scaling=scaling)
             save_rewritten(changed, self.tokenizer, output_dir, change.card(), max_shard_size=max_shard_size)
         return changed
 
@@ -533,10 +539,15 @@ class ModelWithGradiend:
         num_weights = sum(parameter.numel() for parameter in self.base_model.parameters())
         return Change(self.name_or_path, len(self), num_weights, learning_rate, feature_factor, part, **facts)
 
-    def rewrite_vector(self, feature_factor: float | Sequence[float], part: str = "decoder") -> Tensor:
+    def rewrite_vector(
+        self, feature_factor: float | Sequence[float], part: str = "decoder", *, scaling: str = "plain"
+    ) -> Tensor:
         """The direction of a rewrite, one number per entry of the space."""
+        scaled, vectors = scaling_without_texts(scaling), VectorsInMemory(self.gradiend)
         check_direction(feature_factor, part, latent_dim=self.gradiend.latent_dim, bias=self.gradiend.bias_decoder)
-        return direction(VectorsInMemory(self.gradiend), slice(0, len(self)), feature_factor, part)
+        if scaled is None:
+            return direction(vectors, slice(0, len(self)), feature_factor, part)
+        return scaled_direction(self.base_model, self.gradiend.space.active(), vectors, feature_factor, part, scaled)
 
     def prune_gradiend(self, *, inplace: bool = True, return_mask: bool = False, **selection: Any) -> Any:
         """`ParamMappedGradiendModel.prune` on the model as a whole."""

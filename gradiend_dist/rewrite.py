@@ -79,6 +79,7 @@ def run(trainer: TextPredictionTrainer, options: RewriteOptions) -> int:
         learning_rate=options.learning_rate,
         feature_factor=options.feature_factor,
         part=options.part,
+        scaling=options.scaling,
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
     )

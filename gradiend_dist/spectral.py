@@ -43,6 +43,10 @@ RIDGE = 0.1
 GAINS = {"tanh": 1.5, "sigmoid": 1.5}
 # Slope at 0 of decoder activations whose answer to a small number is almost linear; gradients are small numbers.
 SLOPES = {"id": 1.0, "tanh": 1.0, "smht": 1.0, "elu": 1.0, "gelu": 0.5, "silu": 0.5}
+# Of inner products in float32, as a share of the largest: an eigenvalue below it is zero.
+ROUNDING = 1e-6
+# The encoder's gradient is that of a latent, y^2 at most; where classes are told apart already, this share of it.
+USUAL_SHARE = 0.02
 # Below these the leading component is not, or may not be, the feature.
 LEAST_GAP = 0.5
 LEAST_LABEL_CORRELATION = 0.5
@@ -82,7 +86,7 @@ class Measured:
 
         One step of Adam moves a latent by rate * (|x|_1 + 1), with the bias, and a decoder entry by rate. Entries whose
         gradient is far below the usual one, such as the embeddings of rare tokens, must not take part as if it were
-        not: epsilon is the usual one, y^2 x for the encoder and 2 y / n for the decoder.
+        not: epsilon is the usual one, 2 y / n for the decoder and a share of y^2 x for the encoder.
         """
         y = 1.0 if self.targets is None else _rms(self.targets, self.n)
         x = 1.0 if self.sources is None else _rms(self.sources, self.n)
@@ -90,7 +94,7 @@ class Measured:
         return Rates(
             encoder=1.0 / (self.source_size + 1.0),
             decoder=y,
-            encoder_epsilon=d_latent * x,
+            encoder_epsilon=USUAL_SHARE * d_latent * x,
             decoder_epsilon=2.0 * y / self.n,
         )
 
@@ -265,13 +269,13 @@ def leading_components(targets: Tensor, m: int, args: TrainingArguments) -> tupl
     values, vectors = torch.linalg.eigh(centred(targets))
     values, vectors = values.flip(0).clamp_min(0.0), vectors.flip(1)
     total, size = float(values.sum()), float(targets.trace())
-    if size == 0.0 or total <= 1e-12 * size:
+    if total <= ROUNDING * size:
         found = "zero" if size == 0.0 else "the same"
         raise UserError(
             f"target={args.target} is {found} for all {len(values)} spectral items, so nothing tells their classes "
             "apart: check that factual and alternative words differ, or choose another target."
         )
-    rank = int((values > 1e-10 * values[0]).sum())
+    rank = int((values > ROUNDING * values[0]).sum())
     if rank < m:
         raise UserError(
             f"The targets of {len(values)} spectral items have {rank} components and latent_dim={m}: raise "
@@ -294,7 +298,7 @@ def fit_encoder(sources: Tensor, wanted: Tensor, activation: str) -> tuple[Tenso
     """(weights of the sources [m, k], biases [m], latents [k, m]) of the ridge regression on the wanted latents."""
     middle = centred(sources)
     usual = float(middle.diagonal().mean())
-    if usual <= 1e-12 * float(sources.diagonal().mean()):
+    if usual <= ROUNDING * float(sources.diagonal().mean()):
         raise UserError(
             f"The sources of all {len(sources)} spectral items are the same, or zero, so nothing tells their classes "
             "apart: check the rows, or choose another source."

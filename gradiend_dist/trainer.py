@@ -13,7 +13,14 @@ import pandas as pd
 from transformers import TrainerCallback
 
 from gradiend_dist import cache, facts, seeds
-from gradiend_dist.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments, from_mapping, require
+from gradiend_dist.arguments import (
+    PostPruneConfig,
+    PrePruneConfig,
+    TrainingArguments,
+    from_mapping,
+    require,
+    require_choice,
+)
 from gradiend_dist.checkpoint import (
     TRAINING,
     base_model_of,
@@ -27,14 +34,14 @@ from gradiend_dist.data import FeatureData, TextPredictionConfig, load_feature_d
 from gradiend_dist.devices import placement_of
 from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.grid import LEARNING_RATES, DecoderGrid, GridOptions
+from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES, LEARNING_RATES, DecoderGrid, GridOptions
 from gradiend_dist.evaluation.report import EncoderReport
 from gradiend_dist.evaluation.rewritten import chosen_point, rewritten_model
 from gradiend_dist.evaluation.selection import (
     WEAKEN,
     Extractor,
-    LMSThresholdPolicy,
     SelectionPolicy,
+    default_policy,
     extract_candidates,
     require_pushing,
     strengthening_factor,
@@ -44,7 +51,7 @@ from gradiend_dist.files import read_json
 from gradiend_dist.interrupt import Interrupt
 from gradiend_dist.model import ModelWithGradiend
 from gradiend_dist.pruning import post_prune
-from gradiend_dist.rewriting import as_dtype, check_output
+from gradiend_dist.rewriting import SCALINGS, as_dtype, check_output
 from gradiend_dist.schedule import cap_per_group, make_schedule
 from gradiend_dist.seed_training import Places, SeedTraining
 from gradiend_dist.spread import launched
@@ -371,6 +378,7 @@ class TextPredictionTrainer:
         training_like_df: pd.DataFrame | None = None,
         neutral_df: pd.DataFrame | None = None,
         part: str = "decoder",
+        scaling: str = "plain",
         selector: SelectionPolicy | None = None,
         summary_extractor: Extractor = extract_candidates,
         summary_metrics: Sequence[str] | None = None,
@@ -385,7 +393,14 @@ class TextPredictionTrainer:
         `value` reached and the language-model score, under the class's name or, to weaken it, `<class>_weaken`; and
         all points under `grid`. With `experiment_dir`, finished points are kept, and read again with `use_cache` while
         nothing that they depend on has changed. All ranks call this and share the points.
+
+        `scaling` weighs the entries of the vector that the base model is moved along: plain (the reference's), tensor
+        or curvature (see `gradiend_dist.rewriting`). Scaled directions reach far more before the language-model score
+        falls, but within a narrow range of steps: without `lrs` their grid has five learning rates per decade, and
+        without a `selector` the smallest step is taken that reaches 99 % of the best value. Curvature is measured on 8
+        of the neutral texts (at most half of them), which are then not scored.
         """
+        require_choice("scaling", scaling, SCALINGS)
         wanted = self.classes_asked_for(target_class)
         model, data, args = self.get_model(), self.data, self.args
         factors = self.strengthening_factors()
@@ -409,8 +424,9 @@ class TextPredictionTrainer:
         cap = self.config.decoder_eval_lms_max_samples
         options = GridOptions(
             feature_factors=feature_factors,
-            lrs=given(lrs, args.decoder_eval_lrs, LEARNING_RATES),
+            lrs=given(lrs, args.decoder_eval_lrs, LEARNING_RATES if scaling == "plain" else FINE_LEARNING_RATES),
             part=part,
+            scaling=scaling,
             split=split,
             max_size_training_like=given(
                 max_size_training_like, max_size, args.decoder_eval_max_size_training_like, cap
@@ -423,8 +439,8 @@ class TextPredictionTrainer:
         grid = DecoderGrid(self.workbench, model, self.config, options, saved_at=self.saved_at())
         use_cache = bool(args.use_cache) if use_cache is None else use_cache
         results = grid.results(self.experiment_dir, use_cache=use_cache)
-        policy = selector or LMSThresholdPolicy()
-        summary = summarize(results, metrics, policy, factors, summary_extractor, part=part)
+        policy = selector or default_policy(scaling)
+        summary = summarize(results, metrics, policy, factors, summary_extractor, part=part, scaling=scaling)
         found: dict[str, Any] = {**summary, "grid": results}
         if plot:
             found["plot_path"] = self.plot_probability_shifts(found, **{"show": False, **plot_options})
@@ -481,21 +497,23 @@ class TextPredictionTrainer:
         learning_rate: float | None = None,
         feature_factor: float | None = None,
         part: str | None = None,
+        scaling: str | None = None,
         dtype: str | None = None,
         max_shard_size: str | int = "5GB",
     ) -> Any:
         """The base model, changed to make a class more probable (or less), at the selected or a given point.
 
         The point is that of `decoder_results`, by default of `evaluate_decoder` (whose kept points are used), unless
-        `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way, and `part` to the
-        decoder's vector. With `output_dir` the changed model is saved there, in the dtype of the base model's files or
-        in `dtype`, with tokenizer and model card; on several ranks, rank 0 does that and returns the model, the others
-        None. A list of classes gives a list of models, saved in directories of their names.
+        `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way, `part` to the
+        decoder's vector and `scaling` to plain. With `output_dir` the changed model is saved there, in the dtype of the
+        base model's files or in `dtype`, with tokenizer and model card; on several ranks, rank 0 does that and returns
+        the model, the others None. A list of classes gives a list of models, saved in directories of their names.
         """
         if not isinstance(target_class, str) and target_class is not None:
             several: dict[str, Any] = {
                 "increase_target_probabilities": increase_target_probabilities, "learning_rate": learning_rate,
-                "feature_factor": feature_factor, "part": part, "dtype": dtype, "max_shard_size": max_shard_size,
+                "feature_factor": feature_factor, "part": part, "scaling": scaling, "dtype": dtype,
+                "max_shard_size": max_shard_size,
             }  # fmt: skip
             return [
                 self.rewrite_base_model(
@@ -514,9 +532,8 @@ class TextPredictionTrainer:
                 f"output_dir={str(output_dir)!r} is the base model itself: pass another directory.",
             )
             self.comm.first(f"looking at {output_dir}", lambda: check_output(output_dir, dtype, max_shard_size))
-        point = chosen_point(
-            self, decoder_results, target_class, increase_target_probabilities, learning_rate, feature_factor, part
-        )
+        asked = (learning_rate, feature_factor, part, scaling)
+        point = chosen_point(self, decoder_results, target_class, increase_target_probabilities, *asked)
         return rewritten_model(self, point, output_dir, dtype=dtype, max_shard_size=max_shard_size)
 
     def plot_encoder_distributions(

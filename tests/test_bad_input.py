@@ -225,6 +225,8 @@ ARGUMENTS: list[tuple[str, Changes, tuple[str, ...]]] = [
         for name in ("weight_decay", "adam_epsilon", "gradient_store_gib", "convergent_score_threshold")
     ),
     ("max_steps zero", {"max_steps": 0}, ("max_steps=0", "-1 to use num_train_epochs")),
+    ("decay of auto", {"learning_rate": "auto", "weight_decay": 0.1}, ("weight_decay=0.1", "learning_rate=auto")),
+    ("epsilon of auto", {"learning_rate": "auto", "adam_epsilon": 1e-4}, ("adam_epsilon=0.0001", "leave adam_epsilon")),
     ("spectral items one", {"spectral_items": 1}, ("spectral_items=1", "latent_dim=1", "at least 2")),
     ("spectral items too few", {"spectral_items": 3, "latent_dim": 3}, ("spectral_items=3", "at least 4")),
     ("initialization unknown", {"initialization": "spektral"}, ("initialization='spektral'", "random, spectral")),

@@ -59,6 +59,24 @@ def test_rewrite__saves_the_selected_model(run_dir, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "f").mask_token == "[MASK]"
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "curvature"])
+def test_scaling__is_that_of_the_selected_model(scaling, run_dir, tmp_path, capsys):
+    flags = [*QUICK, "--scaling", scaling]
+    assert evaluate.main([str(run_dir), *flags, "--parts", "decoder", "--plot", "false"]) == 0
+    kept = sorted(path.name for path in (run_dir / "decoder").iterdir())
+    assert (
+        sum(name.startswith(scaling) for name in kept) == 4
+        and f"base_{scaling}_split_test_max_20_neutral_20.json" in kept
+    )
+    capsys.readouterr()
+    assert rewrite.main([str(run_dir), "--target_class", "F", "--output_dir", str(tmp_path / "f"), *flags]) == 0
+    assert f"| scaled by | {scaling}" in capsys.readouterr().out
+    assert sorted(path.name for path in (run_dir / "decoder").iterdir()) == kept, "its points were used"
+    given = ["--target_class", "F", "--learning_rate", "0.05", "--scaling", scaling]
+    assert rewrite.main([str(run_dir), *given, "--output_dir", str(tmp_path / "g")]) == 0
+    assert f"| scaled by | {scaling}" in capsys.readouterr().out
+
+
 def test_rewrite__at_a_given_point_scores_nothing_and_keeps_the_dtype(run_dir, masked_lm, tmp_path, monkeypatch):
     half = tmp_path / "half"
     AutoModelForMaskedLM.from_pretrained(masked_lm, dtype=torch.bfloat16).save_pretrained(half)
@@ -87,6 +105,8 @@ def test_rewrite__at_a_given_point_scores_nothing_and_keeps_the_dtype(run_dir, m
         ("evaluate", ["/no/such/run"], "RUN_DIR=/no/such/run is no directory"),
         ("evaluate", ["{data}"], "has no run_config.yaml"),
         ("evaluate", ["{run}", "--selector", "best"], "selector='best' is not known: choose one of lms_threshold"),
+        ("evaluate", ["{run}", "--scaling", "fisher"], "scaling='fisher' is not known: choose one of plain, tensor"),
+        ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{new}", "--scaling", "x"], "scaling='x' is not"),
         ("evaluate", ["{run}", "--lms_ratio", "99"], "lms_ratio=99.0 is not in [0, 1]"),
         ("evaluate", ["{run}", "--parts", "decoder", "--target_class", "X"], "target_class='X' is not a target class"),
         ("evaluate", ["{run}", "--parts", "nothing"], "parts='nothing' is not known"),

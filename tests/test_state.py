@@ -110,6 +110,17 @@ def test_resume__is_bit_for_bit_the_uninterrupted_run(masked_lm, feature_frames,
     assert not (tmp_path / "b/state").exists()
 
 
+@pytest.mark.parametrize("store", [None, 0.0], ids=["kept", "not kept"])
+def test_resume__refines_a_closed_form_to_the_same_bits(masked_lm, feature_frames, tmp_path, store):
+    """Fails if the rates are not those of the first start, or gradients are computed in another way than before."""
+    options = {"initialization": "spectral", "learning_rate": "auto", "spectral_items": 7, "gradient_store_gib": store}
+    train(masked_lm, feature_frames, tmp_path / "a", [CrashAt(None)], **options)
+    with pytest.raises(Crash):
+        train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(9)], **options)
+    train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)], **options)
+    assert result(tmp_path / "a") == result(tmp_path / "b")
+
+
 def test_resume__early_stopping_stops_at_the_same_step(masked_lm, feature_frames, tmp_path):
     """Fails if the patience that was used up before the crash is given again."""
     options = {"max_seeds": 1, "learning_rate": 1e-7, "eval_steps": 1}

@@ -46,7 +46,8 @@ class StepOptions:
         supervised = "encoder" if args.supervised_encoder else "decoder" if args.supervised_decoder else None
         return cls(
             optim=args.optim,
-            weight_decay=args.weight_decay,
+            # Rates that go with the gradients would let weights decay the faster the larger these are.
+            weight_decay=args.weight_decay if auto is None else 0.0,
             betas=(args.adam_beta1, args.adam_beta2),
             epsilon=args.adam_epsilon,
             max_grad_norm=args.max_grad_norm,

@@ -7,9 +7,10 @@ point when its round is over, so that a run that was stopped goes on with the ne
 
     decoder/base_split_<s>_max_<a>_neutral_<b>.json               scores of the base model
     decoder/split_<s>_max_<a>_neutral_<b>_<factor>_<rate>.json    scores of a point
-    decoder_grid_cache.json                                       the whole grid
+    decoder_grid_cache.json                                       the whole grid, the last one that was asked for
 
-The names are the reference's. Each file also says what it depends on, and is not read when any of that has changed.
+The names are the reference's; those of a `scaling` that the reference does not have begin with it. Each file also says
+what it depends on, and is not read when any of that has changed.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from gradiend_dist import cache
-from gradiend_dist.arguments import require
+from gradiend_dist.arguments import require, require_choice
 from gradiend_dist.checkpoint import WEIGHTS, is_model_directory
+from gradiend_dist.curvature import CurvatureTexts, scaling_in_place
 from gradiend_dist.data import TextPredictionConfig
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.decoder import ModelScores
 from gradiend_dist.evaluation.selection import BASE
 from gradiend_dist.files import explained, jsonable, read_json, write_json
 from gradiend_dist.model import ModelWithGradiend
-from gradiend_dist.rewriting import InPlace, Vectors, VectorsInFile, VectorsInMemory, check_direction
+from gradiend_dist.rewriting import SCALINGS, InPlace, Vectors, VectorsInFile, VectorsInMemory, check_direction
 from gradiend_dist.workbench import Workbench
 
 logger = logging.getLogger(__name__)
 
 # The reference's: 100, 50, 20, ..., 0.002, 0.001.
 LEARNING_RATES = tuple(m * 10**e for e in range(2, -4, -1) for m in (5, 2, 1) if m * 10**e <= 100)
+# For a scaled direction, which goes from no effect to too much of it within a decade: 100, 63.1, 39.8, ..., 0.001.
+FINE_LEARNING_RATES = tuple(float(f"{10 ** (2 - step / 5):.3g}") for step in range(26))
 GRID_CACHE = "decoder_grid_cache.json"
 POINTS = "decoder"
 ROW_WISE_CSV = "decoder_row_wise_scores.csv"
@@ -55,6 +59,7 @@ class GridOptions:
     feature_factors: Sequence[float]
     lrs: Sequence[float]
     part: str = "decoder"
+    scaling: str = "plain"
     split: str = "test"
     max_size_training_like: int | None = None
     max_size_neutral: int | None = None
@@ -63,6 +68,7 @@ class GridOptions:
     neutral_df: pd.DataFrame | None = None
 
     def __post_init__(self) -> None:
+        require_choice("scaling", self.scaling, SCALINGS)
         require(len(self.feature_factors) > 0, "feature_factors is empty: pass at least one, or None for the default.")
         require(len(self.lrs) > 0, "lrs is empty: pass at least one learning rate, or None for the default.")
         for name in ("max_size_training_like", "max_size_neutral", "eval_batch_size"):
@@ -75,7 +81,8 @@ class GridOptions:
 
     @property
     def key(self) -> str:
-        return f"split_{self.split}_max_{self.max_size_training_like}_neutral_{self.max_size_neutral}"
+        key = f"split_{self.split}_max_{self.max_size_training_like}_neutral_{self.max_size_neutral}"
+        return key if self.scaling == "plain" else f"{self.scaling}_{key}"
 
     def file_name(self, point: Point | None) -> str:
         if point is None:
@@ -100,6 +107,7 @@ class DecoderGrid:
         gradiend = model.gradiend
         for factor in options.feature_factors:
             check_direction(factor, options.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
+        self._curvature_texts = CurvatureTexts.draw(bench, config) if options.scaling == "curvature" else None
 
     def results(self, directory: Path | None, *, use_cache: bool) -> dict[Any, dict[str, Any]]:
         """{"base": scores, (feature_factor, learning_rate): scores}; from `directory` where they are still right."""
@@ -125,7 +133,9 @@ class DecoderGrid:
         return results
 
     def _scores(self) -> ModelScores:
-        options = self.options
+        options, neutral = self.options, self.options.neutral_df
+        if self._curvature_texts is not None:
+            neutral = self._others_than(self._curvature_texts, neutral)
         return ModelScores.prepare(
             self.bench,
             self.config,
@@ -134,8 +144,21 @@ class DecoderGrid:
             max_texts=options.max_size_neutral,
             batch_size=options.eval_batch_size,
             rows=options.training_like_df,
-            neutral=options.neutral_df,
+            neutral=neutral,
         )
+
+    def _others_than(self, drawn: CurvatureTexts, neutral: pd.DataFrame | None) -> pd.DataFrame | None:
+        """The neutral texts without those that the direction was fitted to."""
+        neutral = self.bench.data.neutral if neutral is None else neutral
+        if neutral is None or "text" not in neutral.columns:
+            return neutral
+        others = neutral[~neutral["text"].astype(str).isin(drawn.texts)]
+        if len(neutral) and not len(others):
+            raise UserError(
+                "scaling=curvature is measured on all of the neutral texts, and none is left to score: pass more, or "
+                "scaling=tensor."
+            )
+        return others
 
     def _scored(self, scores: ModelScores, points: list[Point | None]) -> Iterator[tuple[Point | None, dict[str, Any]]]:
         """(point, scores) one after the other, on every rank; whoever stops in between leaves the base as it was."""
@@ -144,10 +167,11 @@ class DecoderGrid:
         base_model = self.bench.base_model
         shards = self.bench.spread.own_shards()
         space = self.model.gradiend.space
+        scaling = scaling_in_place(self.options.scaling, self.bench, self.config, space)
         weights = space.active() if shards is None else space.shard(shards)
         size = 1 if shards is not None else self.comm.world_size
         bar = tqdm(total=len(points), desc="decoder grid", unit="point", disable=None if self.comm.is_first else True)
-        with bar, InPlace(base_model, weights, self._vectors()) as moved:
+        with bar, InPlace(base_model, weights, self._vectors(), scaling) as moved:
             for start in range(0, len(points), size):
                 together = points[start : start + size]
                 mine = self.comm.rank if size > 1 else 0
@@ -189,6 +213,10 @@ class DecoderGrid:
     def _depends_on(self, scores: ModelScores) -> dict[str, Any]:
         """All that a point depends on besides its place, by name."""
         args, model = self.bench.args, self.model
+        scaling = {} if self.options.scaling == "plain" else {"scaling": self.options.scaling}
+        if self._curvature_texts is not None:
+            drawn = self._curvature_texts
+            scaling["curvature_texts"] = cache.text_hash([*drawn.texts, *drawn.ignored])
         return {
             "model": cache.content_hash(model.gradiend, self.comm),
             "space": model.gradiend.space.fingerprint(),
@@ -199,6 +227,7 @@ class DecoderGrid:
             "words": cache.text_hash([*scores.words.by_class.items(), *scores.ignored]),
             "prob_on_other_class": scores.on_other_class,
             "part": self.options.part,
+            **scaling,
             "torch_dtype": args.torch_dtype,
             "autocast": f"bf16={args.bf16}, fp16={args.fp16}",
             "max_length": args.max_length,
@@ -232,6 +261,7 @@ class DecoderGrid:
             directory / GRID_CACHE,
             {
                 "part": options.part,
+                **({} if options.scaling == "plain" else {"scaling": options.scaling}),
                 "split": options.split,
                 "max_size_training_like": options.max_size_training_like,
                 "max_size_neutral": options.max_size_neutral,

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from gradiend_dist.arguments import require
+from gradiend_dist.arguments import require, require_choice
 from gradiend_dist.checkpoint import WEIGHTS, load_gradiend, open_gradiend
+from gradiend_dist.curvature import ByCurvature, scaling_in_place, whole_curvature
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.selection import BASE, WEAKEN
 from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel, load_base_model
 from gradiend_dist.rewriting import (
+    SCALINGS,
+    ByTensor,
     Change,
+    Scaling,
     Vectors,
     VectorsInFile,
     VectorsInMemory,
@@ -36,6 +40,7 @@ class Target:
     learning_rate: float
     feature_factor: float
     part: str
+    scaling: str
     purpose: str | None
     effect: tuple[tuple[str, float, float], ...] = ()
 
@@ -48,35 +53,44 @@ def chosen_point(
     learning_rate: float | None,
     feature_factor: float | None,
     part: str | None,
+    scaling: str | None,
 ) -> Target:
     """The given point, or the one that an evaluation has selected for a class."""
+    require_choice("scaling", scaling or "plain", SCALINGS)
     if name is not None:
         trainer.classes_asked_for(name)
     purpose = None if name is None else f"{name} {'strengthened' if strengthen else 'weakened'}"
     if learning_rate is not None:
-        return _given_point(trainer, name, strengthen, learning_rate, feature_factor, part or "decoder", purpose)
+        given = (learning_rate, feature_factor, part or "decoder", scaling or "plain", purpose)
+        return _given_point(trainer, name, strengthen, *given)
     require(feature_factor is None, f"feature_factor={feature_factor} needs a learning_rate: pass both, or neither.")
     assert name is not None, "a point is selected for a class"
     if results is None:
         results = trainer.evaluate_decoder(
-            target_class=name, increase_target_probabilities=strengthen, use_cache=True, part=part or "decoder"
+            target_class=name,
+            increase_target_probabilities=strengthen,
+            use_cache=True,
+            part=part or "decoder",
+            scaling=scaling or "plain",
         )
     metric = name if strengthen else f"{name}{WEAKEN}"
     if metric not in results:
-        known = ", ".join(key for key in results if key not in ("grid", "plot_path"))
+        found = ", ".join(key for key in results if key not in ("grid", "plot_path"))
         raise UserError(
-            f"decoder_results have {known or 'no summary'} and not {metric!r}: pass those of "
+            f"decoder_results have {found or 'no summary'} and not {metric!r}: pass those of "
             f"evaluate_decoder(increase_target_probabilities={strengthen})."
         )
     chosen = results[metric]
-    scored = chosen.get("part", "decoder")
-    require(
-        part in (None, scored), f"part={part} is not what decoder_results are about, which is {scored}: leave it out."
-    )
+    scored, scaled = chosen.get("part", "decoder"), chosen.get("scaling", "plain")
+    for argument, value, known in (("part", part, scored), ("scaling", scaling, scaled)):
+        require(
+            value in (None, known),
+            f"{argument}={value} is not what decoder_results are about, which is {known}: leave it out.",
+        )
     point = chosen["feature_factor"], chosen["learning_rate"]
     grid = results.get("grid", {})
     effect = _effect(trainer, grid[BASE], grid[point]) if BASE in grid and point in grid else ()
-    return Target(chosen["learning_rate"], chosen["feature_factor"], scored, purpose, effect)
+    return Target(chosen["learning_rate"], chosen["feature_factor"], scored, scaled, purpose, effect)
 
 
 def _given_point(
@@ -86,16 +100,17 @@ def _given_point(
     learning_rate: float,
     feature_factor: float | None,
     part: str,
+    scaling: str,
     purpose: str | None,
 ) -> Target:
     if part != "decoder":
         require(
             feature_factor is None, f"feature_factor has no effect on part={part}, which is one vector: leave it out."
         )
-        return Target(learning_rate, 1.0, part, None)  # which class it strengthens was not measured
+        return Target(learning_rate, 1.0, part, scaling, None)  # which class it strengthens was not measured
     if name is None:
         assert feature_factor is not None, "the caller has asked for one of them"
-        return Target(learning_rate, feature_factor, part, None)
+        return Target(learning_rate, feature_factor, part, scaling, None)
     factors = trainer.strengthening_factors()
     pushed = name if strengthen else next(other for other in trainer.target_classes if other != name)
     factor = factors[pushed] if feature_factor is None else feature_factor
@@ -104,7 +119,7 @@ def _given_point(
         f"feature_factor={factor} with learning_rate={learning_rate} does not make {purpose}: change a sign, or leave "
         "target_class out.",
     )
-    return Target(learning_rate, factor, part, purpose)
+    return Target(learning_rate, factor, part, scaling, purpose)
 
 
 def _effect(
@@ -141,6 +156,7 @@ def rewritten_model(
         )
         return changed
     kept: list[nn.Module] = []
+    curvature = _whole_curvature(trainer, target)
 
     def work() -> None:
         """On the host, in the dtype of the files: what is not moved stays as it is, to the byte."""
@@ -150,7 +166,8 @@ def rewritten_model(
             trainer.base_model_name, torch_dtype="auto", trust_remote_code=trainer.args.trust_remote_code
         )
         model = ModelWithGradiend(base_model, gradiend, tokenizer)
-        _move(base_model, model, vectors, target)
+        scaling = ByTensor() if target.scaling == "tensor" else None if curvature is None else ByCurvature(curvature)
+        _move(base_model, model, vectors, target, scaling)
         base_model = _converted(base_model, dtype)
         change = _change_of(model, target, run=str(saved_at))
         _save(base_model, tokenizer, output_dir, change, max_shard_size)
@@ -184,7 +201,8 @@ def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: st
             raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
         vectors = VectorsInFile(saved_at / WEIGHTS, gradiend)
     changed = copy.deepcopy(bench.base_model)
-    _move(changed, model, vectors, target)
+    scaling = scaling_in_place(target.scaling, bench, trainer.config, gradiend.space)
+    _move(changed, model, vectors, target, scaling)
     return _converted(changed, dtype)
 
 
@@ -194,15 +212,23 @@ def _converted(changed: nn.Module, dtype: str | None) -> nn.Module:
     return changed if wanted is None else changed.to(wanted)
 
 
-def _move(base_model: nn.Module, model: ModelWithGradiend, vectors: Vectors, target: Target) -> None:
+def _whole_curvature(trainer: TextPredictionTrainer, target: Target) -> Tensor | None:
+    """As the grid has measured it, in the precision of the evaluation; on rank 0, which moves the files' weights."""
+    if target.scaling != "curvature":
+        return None
+    return whole_curvature(trainer.workbench, trainer.config, trainer.get_model().gradiend.space)
+
+
+def _move(
+    base_model: nn.Module, model: ModelWithGradiend, vectors: Vectors, target: Target, scaling: Scaling | None
+) -> None:
     weights = model.gradiend.space.active()
-    rewrite(base_model, weights, vectors, target.learning_rate, target.feature_factor, target.part)
+    rewrite(base_model, weights, vectors, target.learning_rate, target.feature_factor, target.part, scaling)
 
 
 def _change_of(model: ModelWithGradiend, target: Target, run: str | None) -> Change:
-    return model.change(
-        target.learning_rate, target.feature_factor, target.part, purpose=target.purpose, run=run, effect=target.effect
-    )
+    facts: dict[str, Any] = {"scaling": target.scaling, "purpose": target.purpose, "effect": target.effect}
+    return model.change(target.learning_rate, target.feature_factor, target.part, run=run, **facts)
 
 
 def _save(

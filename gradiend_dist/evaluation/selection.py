@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gradiend_dist.arguments import require
 from gradiend_dist.errors import UserError
 
 BASE = "base"
 WEAKEN = "_weaken"
+# Of a scaled direction's best value: what the smallest of its steps has to reach.
+SATURATION = 0.99
 
 Results = Mapping[Any, Mapping[str, Any]]
 
@@ -45,14 +48,30 @@ class SelectionPolicy(Protocol):
 
 @dataclass(frozen=True)
 class LMSThresholdPolicy:
-    """The largest metric among models that keep this share of the base's score; the smallest step if none does."""
+    """The largest metric among models that keep this share of the base's score; the smallest step if none does.
+
+    With a `saturation` below 1, the smallest step among those that reach this share of the largest metric. A
+    probability of 1 cannot grow: larger steps do harm that neither it nor the score shows, as to other classes.
+    """
 
     ratio: float = 0.99
+    saturation: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.saturation <= 1.0, f"saturation={self.saturation} is not in (0, 1]: pass e.g. 0.99.")
 
     def select(self, metric: str, candidates: Sequence[Candidate], ctx: BaseContext) -> Candidate | None:
         passing = [found for found in candidates if found.lms >= self.ratio * ctx.base_lms]
         if passing:
-            return max(passing, key=lambda found: found.metrics[metric])
+            best = max(passing, key=lambda found: found.metrics[metric])
+            if self.saturation == 1.0:
+                return best
+            value = best.metrics[metric]
+            enough = value - (1.0 - self.saturation) * abs(value)  # a metric of the user's own may be negative
+            return min(
+                (found for found in passing if found.metrics[metric] >= enough),
+                key=lambda found: abs(found.learning_rate),
+            )
         moving = [found for found in candidates if found.learning_rate != 0]
         return min(moving, key=lambda found: abs(found.learning_rate), default=None)
 
@@ -63,6 +82,11 @@ class LMSTimesMetricPolicy:
 
     def select(self, metric: str, candidates: Sequence[Candidate], ctx: BaseContext) -> Candidate | None:  # noqa: ARG002
         return max(candidates, key=lambda found: found.metrics[metric] * found.lms, default=None)
+
+
+def default_policy(scaling: str, ratio: float = LMSThresholdPolicy.ratio) -> SelectionPolicy:
+    """The reference's for its own direction; a scaled one reaches 1 long before the score falls."""
+    return LMSThresholdPolicy(ratio, saturation=1.0 if scaling == "plain" else SATURATION)
 
 
 Extractor = Callable[[Results], tuple[list[Candidate], BaseContext]]
@@ -100,6 +124,7 @@ def summarize(
     extractor: Extractor = extract_candidates,
     *,
     part: str = "decoder",
+    scaling: str = "plain",
 ) -> dict[str, dict[str, Any]]:
     """For each metric the selected point: only those that push the right way compete for strengthening or weakening."""
     candidates, base = extractor(results)
@@ -118,6 +143,7 @@ def summarize(
             "learning_rate": float(chosen.learning_rate),
             "id": dict(chosen.id),
             "part": part,
+            **({} if scaling == "plain" else {"scaling": scaling}),
             "strengthen": not metric.endswith(WEAKEN),
             "lms": chosen.lms,
             "base_lms": base.base_lms,

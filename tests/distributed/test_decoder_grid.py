@@ -10,7 +10,9 @@ from typing import Any
 
 import launching
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from gradiend_dist import demo
 
@@ -36,9 +38,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
-def evaluated(run_dir: Path, place: Path, launcher: list[str], environment: dict[str, str]) -> tuple[Any, str]:
+def evaluated(
+    run_dir: Path, place: Path, launcher: list[str], environment: dict[str, str], scaling: str = "plain"
+) -> tuple[Any, str]:
     shutil.copytree(run_dir, place, ignore=shutil.ignore_patterns("decoder*"))
     flags = [str(place), "--parts", "decoder", "--max_size", "25", "--plot", "false", "--lrs", *RATES]
+    flags += ["--scaling", scaling]
     ended = launching.run([*launcher, "-m", "gradiend_dist.evaluate", *flags], environment=environment)
     ended.require_success()
     return json.loads((place / "decoder_grid_cache.json").read_text())["results"], ended.output
@@ -84,3 +89,38 @@ def test_grid__does_not_depend_on_the_ranks(config, ranks, run_dir, expected, tm
     assert largest <= (1e-6 if config == "fsdp2" else 0.0)
     assert [entry["lms"] for entry in found] == [entry["lms"] for entry in results]
     assert text.splitlines()[-3:] == table.splitlines()[-3:]
+
+
+@pytest.mark.parametrize(
+    ("config", "scaling"),
+    [
+        pytest.param("cpu_2", "tensor", marks=pytest.mark.slow),
+        pytest.param("cpu_2", "curvature", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "tensor", marks=pytest.mark.slow),
+        ("fsdp2", "curvature"),
+    ],
+)
+def test_scaled_grid__does_not_depend_on_the_ranks(config, scaling, run_dir, tmp_path):
+    """Fails for sums, a mean or a curvature of one rank's shards alone."""
+    results, _ = evaluated(run_dir, tmp_path / "one", [sys.executable], {}, scaling)
+    found, _ = evaluated(run_dir, tmp_path / "two", *launch(config, 2), scaling)
+    assert [entry["id"] for entry in found] == [entry["id"] for entry in results]
+    assert len({json.dumps(entry["probs_by_dataset"]) for entry in results}) == len(results), "points differ"
+    for one, two in zip(found, results, strict=True):
+        for dataset in "MF":
+            expected = pytest.approx(two["probs_by_dataset"][dataset], abs=0.0 if config == "cpu_2" else 1e-5)
+            assert one["probs_by_dataset"][dataset] == expected, one["id"]
+
+
+@pytest.mark.slow
+def test_scaled_rewrite__of_a_sharded_base_model_is_that_of_one_process(run_dir, tmp_path):
+    """Rank 0 puts the curvature of all shards together: one entry in another's place changes the weights."""
+    flags = ["--target_class", "F", "--learning_rate", "0.05", "--scaling", "curvature", "--output_dir"]
+    for name, (launcher, environment) in (("one", ([sys.executable], {})), ("two", launch("fsdp2", 2))):
+        command = [*launcher, "-m", "gradiend_dist.rewrite", str(run_dir), *flags, str(tmp_path / name)]
+        launching.run(command, environment=environment).require_success()
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    base = load_file(run_dir.parent / "model" / "model.safetensors")
+    assert any(not torch.equal(one[name], base[name]) for name in base)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5)

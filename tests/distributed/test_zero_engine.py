@@ -25,7 +25,6 @@ from zero_script import CASES, RESUMED, RESUMED_AT_STAGE_3, STAGE_3_CASES
 from gradiend_dist.engines import StepOptions
 from gradiend_dist.engines.zero import cut_in_rows, make_optimizer, resolve_config
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import GradiendModel
 
 ROOT = Path(__file__).parents[2]
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}

@@ -22,15 +22,17 @@ import pandas as pd
 import tiny
 import torch
 
-from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, gradients
+from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, gradients, sketch
 from gradiend_dist.engines import placed
 from gradiend_dist.reduction import Buckets
+from gradiend_dist.sketch import SKETCH
 from gradiend_dist.spread import launched
 
 TIMEOUT = 60
 """Seconds after which ranks that wait for each other in vain give up."""
 # So that vectors of a few thousand entries travel in several buckets and are worked on in several chunks.
 BUCKET, CHUNK = 700, 1000
+FOLDED = 512
 
 PRUNE = PrePruneConfig(n_samples=7, topk=0.1, source="diff")
 DEFAULTS: dict[str, Any] = {
@@ -73,6 +75,9 @@ def for_some_vectors(count: int, ranks: int) -> float:
 
 SEEDS: dict[str, Any] = {"max_seeds": 3, "pre_prune_config": PRUNE}
 EASY: dict[str, Any] = {"convergent_score_threshold": 0.0, "convergent_mean_by_class_threshold": None}
+SPECTRAL: dict[str, Any] = {"initialization": "spectral", "spectral_items": 6}
+# Weights that gradients do not see are kept still by pruning: an epsilon of its own has none.
+REFINED: dict[str, Any] = {"learning_rate": "auto", "adam_epsilon": 1e-8, "pre_prune_config": PRUNE}
 CASES: dict[str, Case] = {
     "plain": case(),
     "causal": case("gpt2"),
@@ -105,6 +110,12 @@ CASES: dict[str, Case] = {
     "one_weight": case(params=["*.layer.1.output.LayerNorm.bias"], learning_rate=1e-1),
     "words_of_several_tokens": Case("bert", {"gradiend_batch_size": 2}, REFLEXIVES, ("M", "N")),
     "partly_kept": case(max_seeds=2, seeds_in_parallel=False),
+    "spectral": case(**SPECTRAL),
+    "closed_form": case("gpt2", **{**SPECTRAL, "max_steps": 0}, add_identity_for_other_classes=True),
+    "refined": case(**SPECTRAL, **REFINED),
+    "refined_in_two_passes": case(**SPECTRAL, **REFINED, gradient_store_gib=0.0, like="refined"),
+    "spectral_folded": case(**SPECTRAL, params=["*.layer.1.*"]),
+    "spectral_supervised": case(**SPECTRAL, supervised_encoder=True, adam_epsilon=1e-3),
 }  # fmt: skip
 
 
@@ -166,6 +177,7 @@ def main() -> None:
         chosen = CASES[name]
         if name == "partly_kept":
             chosen = case(**chosen.args, gradient_store_gib=for_some_vectors(4, launch.comm.world_size))
+        sketch.SKETCH = FOLDED if name == "spectral_folded" else SKETCH
         start = time.monotonic()
         found[name] = train(chosen, models, results / name)
         found["seconds"][name] = round(time.monotonic() - start, 2)

@@ -25,6 +25,7 @@ from gradiend_dist.evaluation.selection import (
     Candidate,
     LMSThresholdPolicy,
     LMSTimesMetricPolicy,
+    default_policy,
     strengthening_factor,
     summarize,
 )
@@ -257,6 +258,22 @@ def test_policies__take_what_they_say():
     assert LMSThresholdPolicy().select("M", [candidate(0.0, 0.1, 1.0)], base) is None
 
 
+def test_saturation__takes_the_smallest_step_that_is_as_good():
+    """Beyond it nothing is won and something else is lost; a metric of the user's own may be negative."""
+    base, gains = BaseContext(1.0), {0.1: 0.5, 0.2: 0.985, 0.5: 0.992, 1.0: 0.997, 5.0: 1.0}
+    candidates = [candidate(rate, 0.1 if rate == 5.0 else 1.0, gain) for rate, gain in gains.items()]
+    for saturation, rate in ((1.0, 1.0), (0.999, 1.0), (0.99, 0.5), (0.98, 0.2), (0.5, 0.1)):
+        for order in (candidates, candidates[::-1]):
+            chosen = LMSThresholdPolicy(saturation=saturation).select("M", order, base)
+            assert chosen is not None and chosen.learning_rate == rate, saturation
+    losses = [candidate(-0.1, 1.0, -8.0), candidate(-1.0, 1.0, -4.01), candidate(-2.0, 1.0, -4.0)]
+    assert LMSThresholdPolicy(saturation=0.99).select("M", losses, base) is losses[1]
+    assert default_policy("plain", 0.9) == LMSThresholdPolicy(0.9)
+    assert default_policy("tensor") == default_policy("curvature") == LMSThresholdPolicy(0.99, saturation=0.99)
+    with pytest.raises(UserError, match=r"saturation=0 is not in \(0, 1\]"):
+        LMSThresholdPolicy(saturation=0)
+
+
 def test_factor__changes_its_sign_with_class_and_source():
     directions = {"M": 1, "F": -1}
     assert [strengthening_factor(directions, "alternative", name) for name in "MF"] == [1.0, -1.0]
@@ -294,6 +311,7 @@ def test_wrong_arguments__are_refused_before_anything_is_scored(trained, monkeyp
         ({"feature_factors": [1.0]}, r"feature_factors=\[1.0\] has none that pushes towards 'F': include -1"),
         ({"feature_factors": []}, "feature_factors"),
         ({"part": "nothing"}, "part='nothing' is not known"),
+        ({"scaling": "nothing"}, "scaling='nothing' is not known: choose one of plain, tensor, curvature"),
         ({"max_size_neutral": -1}, "max_size_neutral=-1 must be at least 1"),
     ):
         with pytest.raises(UserError, match=words):
@@ -374,6 +392,53 @@ def test_stopped_grid__goes_on_with_the_next_point(masked_lm, tmp_path, monkeypa
         assert torch.equal(parameter, before[name]), "the base model is itself again"
     found = trainer.evaluate_decoder(lrs=RATES, use_cache=True)
     assert len(calls) == 3 + 3 and found == expected
+
+
+def test_scalings__do_not_share_points(masked_lm, tmp_path, monkeypatch):
+    """Fails for a file name, or a list of what a point depends on, that leaves the scaling out."""
+    trainer = make(masked_lm, tmp_path).train()
+    calls, found, files = count_measured(monkeypatch), {}, {}
+    for scaling in ("plain", "tensor", "curvature"):
+        seen = set((tmp_path / "decoder").iterdir()) if found else set()
+        found[scaling] = trainer.evaluate_decoder(lrs=RATES, use_cache=True, scaling=scaling)
+        files[scaling] = {path.name for path in set((tmp_path / "decoder").iterdir()) - seen}
+        assert len(files[scaling]) == 5 and len(calls) == 5, "the base model and four points of its own"
+        calls.clear()
+        for name in "MF":
+            assert found[scaling][name].get("scaling", "plain") == scaling
+            assert ("scaling" in found[scaling][name]) == (scaling != "plain"), "plain results are the reference's"
+    assert all(name.startswith(("base_split_", "split_")) for name in files["plain"])
+    entries = [found[scaling]["grid"][1.0, 0.05]["probs_by_dataset"] for scaling in found]
+    assert entries[0] != entries[1] != entries[2] != entries[0]
+    for scaling, before in found.items():
+        assert trainer.evaluate_decoder(lrs=RATES, use_cache=True, scaling=scaling) == before and not calls
+    for path in (tmp_path / "decoder").glob("tensor_*"):  # as if the names were the same
+        (tmp_path / "decoder" / path.name.removeprefix("tensor_")).write_bytes(path.read_bytes())
+        (tmp_path / "decoder" / path.name.replace("tensor_", "curvature_")).write_bytes(path.read_bytes())
+    again = make(masked_lm, tmp_path).evaluate_decoder(lrs=RATES, use_cache=True, scaling="curvature")
+    assert again == found["curvature"] and calls
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "curvature"])
+def test_scaled_points__are_scores_of_the_rewritten_copies(trained, scaling, tmp_path):
+    """In memory and as saved; without learning rates the grid is finer."""
+    found = trained.evaluate_decoder(scaling=scaling, use_cache=True, max_size=8)
+    rates = sorted({point[1] for point in found["grid"] if point != "base"})
+    assert rates[0] == 0.001 and rates[-1] == 100 and max(b / a for a, b in zip(rates, rates[1:])) < 1.6
+    chosen = found["F"]
+    with pytest.raises(UserError, match=f"scaling=plain is not what decoder_results are about, which is {scaling}"):
+        trained.rewrite_base_model(found, "F", scaling="plain")
+    in_memory = trained.rewrite_base_model(found, "F")
+    saved = trained.rewrite_base_model(found, "F", output_dir=tmp_path / "f")
+    given = trained.rewrite_base_model(target_class="F", learning_rate=chosen["learning_rate"], scaling=scaling)
+    point = chosen["feature_factor"], chosen["learning_rate"]
+    whole = trained.evaluate_decoder(lrs=[point[1]], scaling=scaling, use_cache=False)["grid"][point]
+    for model in (in_memory, saved, given):
+        for dataset, by_class in naive_means(trained, model).items():
+            assert whole["probs_by_dataset"][dataset] == pytest.approx(by_class, rel=1e-3, abs=1e-6)
+    assert f"| scaled by | {scaling}" in (tmp_path / "f" / "README.md").read_text()
+    plain = trained.rewrite_base_model(target_class="F", learning_rate=chosen["learning_rate"])
+    assert naive_means(trained, plain)["M"]["F"] != pytest.approx(whole["probs_by_dataset"]["M"]["F"], rel=1e-2)
 
 
 # --- what it depends on

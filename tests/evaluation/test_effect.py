@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradiend_dist import TextPredictionTrainer, TrainingArguments, demo
+from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES
 
 
 @pytest.mark.parametrize("kind", ["masked", "causal"])
@@ -42,6 +43,27 @@ def test_rewriting__moves_the_class_and_a_random_direction_does_not(kind, masked
         moved = random["probs_by_dataset"][other][name]
         print(f"{kind}, a random direction of the same length: {before[name]:.4f} -> {moved:.4f}")
         assert abs(moved - before[name]) < 0.1 * (after[name] - before[name])
+
+
+def test_scaling__reaches_more_at_the_same_score_of_a_masked_model(masked_lm, tmp_path):
+    """Weights that every token passes hold much of the learnt direction and nearly all of the damage that it does."""
+    args = TrainingArguments(
+        experiment_dir=str(tmp_path), train_batch_size=8, max_steps=100, eval_steps=50, learning_rate=1e-3, max_seeds=1
+    )
+    frames = {name: frame for name, frame in demo.feature_data().items() if name != "N"}
+    neutral = demo.neutral_data()
+    trainer = TextPredictionTrainer(
+        str(masked_lm), data=frames, target_classes=["M", "F"], eval_neutral_data=neutral, args=args
+    ).train()
+    found = {}
+    for scaling in ("plain", "curvature"):
+        # The same rates for both: else a finer grid might make the difference.
+        chosen = trainer.evaluate_decoder(lrs=FINE_LEARNING_RATES, scaling=scaling)
+        assert all(chosen[name]["lms"] >= 0.99 * chosen[name]["base_lms"] for name in "MF")
+        found[scaling] = {name: chosen[name]["value"] for name in "MF"}
+        print(f"{scaling}: {found[scaling]}")
+    assert min(found["curvature"].values()) > 0.9
+    assert min(found["plain"].values()) < 0.5 * min(found["curvature"].values())
 
 
 def grid_of_random_direction(trainer: TextPredictionTrainer, point: tuple[float, float]) -> dict:

@@ -1,0 +1,144 @@
+"""What the decoder explains of held-out targets, and what one latent could: equal to a dense computation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments
+from gradiend_dist.comm import Comm
+from gradiend_dist.gradients import Item
+from gradiend_dist.model import GradiendModel
+from gradiend_dist.reconstruction import HeldOut, out_of_reach
+from gradiend_dist.space import Part
+
+N = 211
+
+
+class Given:
+    """Gradients that are there already."""
+
+    def __init__(self, sources: Tensor, targets: Tensor) -> None:
+        self.sources, self.targets, self.calls = sources, targets, 0
+        part = Part.whole(sources.shape[1])
+        self.base = SimpleNamespace(comm=Comm(), part=part, device=torch.device("cpu"))
+
+    def get(self, item: Item, kinds: list[str], *, keep: bool) -> dict[str, Tensor]:
+        assert keep
+        self.calls += 1
+        number = int(item.name)
+        both = {"alternative": self.sources[number], "diff": self.targets[number]}
+        return {kind: both[kind] for kind in kinds}
+
+
+def held_out(sources: Tensor, targets: Tensor, labels: Any, source: str | None = "alternative") -> HeldOut:
+    items = [Item((), str(number)) for number in range(len(sources))]
+    return HeldOut(Given(sources, targets), items, list(labels), source, "diff")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activation", ["id", "tanh"])
+@pytest.mark.parametrize("latent_dim", [1, 2])
+def test_measure__is_the_dense_computation(activation: str, latent_dim: int) -> None:
+    torch.manual_seed(0)
+    sources, targets = torch.randn(6, N), torch.randn(6, N) + 0.5
+    model = GradiendModel(N, latent_dim, activation_decoder=activation)
+    found = held_out(sources, targets, [1, -1, 1, -1, 1, -1]).measure(model)
+    error = float((model(sources) - targets).detach().square().sum())
+    size, around = float(targets.square().sum()), float((targets - targets.mean(0)).square().sum())
+    assert found["held_out_loss"] == pytest.approx(error / (6 * N), rel=1e-5)
+    assert found["explained"] == pytest.approx(1 - error / size, abs=1e-5)
+    assert found["explained_centred"] == pytest.approx(1 - error / around, abs=1e-5)
+
+
+def test_measure__of_a_decoder_without_encoder_starts_from_labels() -> None:
+    torch.manual_seed(0)
+    targets = torch.randn(4, N)
+    labels = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    model = GradiendModel(N)
+    found = held_out(targets, targets, labels, source=None).measure(model)
+    error = (model.forward_decoder(labels.unsqueeze(1)).detach() - targets).square().mean()
+    assert found["held_out_loss"] == pytest.approx(float(error), rel=1e-5)
+
+
+def test_limit__is_reached_by_class_means_and_not_passed() -> None:
+    """Two classes: their true means explain what the limit says, though it was measured on four items of each."""
+    torch.manual_seed(1)
+    mean, noise = torch.randn(N), 0.5
+    labels = torch.tensor([1.0, -1.0] * 4)
+    limits, shares = [], []
+    for _ in range(50):
+        targets = labels.unsqueeze(1) * mean + noise * torch.randn(8, N)
+        model = GradiendModel(N)
+        model.decoder_weight[:, 0], model.decoder_bias_vector[:] = mean, 0.0  # type: ignore[index]
+        found = held_out(targets, targets, labels, source=None).measure(model)
+        limits.append(found["explained_limit"])
+        shares.append(found["explained"])
+    assert sum(limits) / 50 == pytest.approx(sum(shares) / 50, abs=0.005)
+    assert sum(shares) / 50 == pytest.approx(1 - noise**2 / (float(mean.square().mean()) + noise**2), abs=0.02)
+
+
+def test_limit__one_latent_reaches_a_line() -> None:
+    """Three class means in a triangle: one latent cannot have them all, two can."""
+    labels = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
+    means = torch.eye(3, dtype=torch.float64)
+    vectors = torch.stack([means[0], means[0], means[1], means[1], means[2], means[2]])
+    products = vectors @ vectors.T
+    assert out_of_reach(products, labels, 2) == pytest.approx(0.0, abs=1e-9)
+    assert out_of_reach(products, labels, 1) == pytest.approx(2.0)  # two points of each class, half of the triangle
+    on_a_line = torch.stack([means[0], means[0], -means[0], -means[0], 0 * means[0], 0 * means[0]])
+    assert out_of_reach(on_a_line @ on_a_line.T, labels, 1) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_shares__are_none_where_they_have_no_meaning() -> None:
+    zeros = torch.zeros(4, N)
+    found = held_out(zeros + 1, zeros, [1, -1, 1, -1]).measure(GradiendModel(N))
+    assert found["explained"] is None and found["explained_limit"] is None and found["held_out_loss"] > 0
+    alone = held_out(torch.randn(2, N), torch.randn(2, N), [1, -1]).measure(GradiendModel(N))
+    assert alone["explained"] is not None and alone["explained_limit"] is None
+
+
+def make(model: Path, frames: Any, directory: Path, **changes: Any) -> TextPredictionTrainer:
+    defaults: dict[str, Any] = {
+        "experiment_dir": str(directory), "train_batch_size": 8, "train_max_size": 40, "encoder_eval_max_size": 6,
+        "max_steps": 4, "eval_steps": 2, "learning_rate": 1e-3, "max_seeds": 1,
+        "pre_prune_config": PrePruneConfig(n_samples=8, topk=0.05, source="diff"),
+    }  # fmt: skip
+    args = TrainingArguments(**{**defaults, **changes})
+    return TextPredictionTrainer(str(model), data=frames, target_classes=["M", "F"], args=args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [({}, {"0", "2", "4"}), ({"supervised_decoder": True}, {"4"}), ({"supervised_encoder": True}, None),
+     ({"do_eval": False}, None), ({"compat": "gradiend-0.2"}, {"0", "2", "4"})],
+)  # fmt: skip
+def test_runs__say_what_the_decoder_explains(
+    masked_lm: Path, feature_frames: Any, tmp_path: Path, changes: dict[str, Any], steps: set[str] | None
+) -> None:
+    trainer = make(masked_lm, feature_frames, tmp_path, **changes).train()
+    stats = trainer.get_training_stats()["training_stats"]
+    if steps is None:
+        assert "explained" not in stats
+        return
+    assert stats["explained"].keys() == stats["explained_centred"].keys() == stats["held_out_loss"].keys() == steps
+    assert 0.5 < stats["explained_limit"] <= 1.0
+    assert stats["explained"]["4"] < stats["explained_limit"]
+
+
+def test_items__are_of_the_validation_split_and_enough(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
+    """With few rows items are smaller, so that there are several of each direction."""
+    few = {name: frame.groupby("split").head(9) for name, frame in feature_frames.items()}
+    for frames, size in ((feature_frames, 8), (few, 2)):
+        found = make(masked_lm, frames, tmp_path, pre_prune_config=None).workbench
+        measured = found.held_out(found.space)
+        assert measured is not None
+        assert [int((measured.labels == side).sum()) for side in (1, -1)] == [4, 4]
+        assert max(len(item.rows) for item in measured.items) <= size
+        training = {row for number in range(len(found.schedule().batches))
+                    for row in found.training_items().item(found.schedule().batches[number]).rows}  # fmt: skip
+        assert not training & {row for item in measured.items for row in item.rows}
