@@ -31,6 +31,7 @@ from gradiend_dist.evaluation.decoder import (
 from gradiend_dist.gradients import BaseGradients, Item
 from gradiend_dist.objectives import ClozeRow, MaskedObjective, longest_input
 from gradiend_dist.rewriting import ByTensor, Factors, Piece, Scaling
+from gradiend_dist.sharding import reshard
 from gradiend_dist.space import ParameterSpace, Part
 from gradiend_dist.workbench import Workbench
 
@@ -150,6 +151,7 @@ def curvature_of(bench: Workbench, config: TextPredictionConfig, space: Paramete
     """
     items = CurvatureTexts.draw(bench, config).items(bench)
     if bench.spread.shards:
+        reshard(bench.base_model)  # who has just scored it has left some weights whole
         base = bench.base_gradients(space, parts=bench.spread.resting_parts(space))
     else:
         base = bench.base_gradients(space, Comm(), [Part.whole(space.size)])

@@ -76,7 +76,7 @@ def loss_flat(history: History) -> str | None:
         return None
     return (
         f"the loss is flat from step 1 ({before:.3e}, now {now:.3e} at step {history.step} of {history.total_steps}): "
-        "raise learning_rate, or lower adam_epsilon if the gradients are tiny"
+        "use initialization=spectral, raise learning_rate, or lower adam_epsilon if the gradients are tiny"
     )
 
 

@@ -292,7 +292,8 @@ class SeedTraining:
         was computed, is as it was.
         """
         bench, args = self.bench, self.args
-        model = bench.new_model(space, seed)
+        filled = args.starts_trained and not (args.supervised_encoder or args.supervised_decoder)
+        model = bench.new_model(space, seed, drawn=not filled)
         stats: dict[str, Any] = {}
         rates = None
         if args.looks_at_items:

@@ -86,8 +86,8 @@ class Workbench:
     def placement(self) -> Placement:
         return self.spread.placement
 
-    def new_model(self, space: ParameterSpace, seed: int) -> ModelWithGradiend:
-        """A GRADIEND model, or what this rank trains of it, with the start that `seed` draws."""
+    def new_model(self, space: ParameterSpace, seed: int, *, drawn: bool = True) -> ModelWithGradiend:
+        """A GRADIEND model, or what this rank trains of it, with the start that `seed` draws, or none."""
         args = self.args
         gradiend = ParamMappedGradiendModel(
             space,
@@ -99,6 +99,7 @@ class Workbench:
             device_encoder=self.placement.encoder,
             device_decoder=self.placement.decoder,
             generator=torch.Generator().manual_seed(seed),
+            initialize=drawn,
         )
         return self.wrap(gradiend)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pandas as pd
 import pytest
 import tiny
@@ -122,7 +124,8 @@ def test_constants__keep_the_length_or_the_damage(keep):
     v = model.rewrite_vector(-1.0)
     assert model.rewrite_vector(-1.0, scaling="tensor").norm() == pytest.approx(float(v.norm()), rel=1e-5)
     curvature, (part,) = curvature_of(trainer.workbench, trainer.config, model.gradiend.space)
-    assert part.is_whole and curvature.shape == v.shape
+    assert part.is_whole
+    torch.testing.assert_close(curvature.double(), dense_curvature(trainer, model), rtol=1e-3, atol=1e-9)
     weights, vectors = model.gradiend.space.active(), VectorsInMemory(model.gradiend)
     s = scaled_direction(model.base_model, weights, vectors, -1.0, "decoder", ByCurvature(curvature))
     assert float((curvature * s * s).sum()) == pytest.approx(float((curvature * v * v).sum()), rel=1e-4)
@@ -259,6 +262,16 @@ def test_wrong_scaling__is_told_with_the_remedy():
             call()
     with pytest.raises(UserError, match="a model has none: use the rewrite_base_model of a TextPredictionTrainer"):
         model.rewrite_base_model(0.1, scaling="curvature")
+
+
+def test_default_rates__are_finer_over_the_same_range():
+    trainer = trainer_of(model_of("bert", 60))
+    for scaling, count in (("plain", 16), ("tensor", 26), ("curvature", 26)):
+        found = trainer.evaluate_decoder(target_class="F", scaling=scaling)
+        rates = sorted(point[1] for point in found["grid"] if point != "base")
+        assert len(rates) == count and (rates[0], rates[-1]) == (0.001, 100)
+        if scaling != "plain":
+            assert max(b / a for a, b in itertools.pairwise(rates)) < 1.6, "five per decade"
 
 
 def test_plain__is_added_as_it_is():
