@@ -79,6 +79,10 @@ bench-engines: $(INSTALLED)  ## step time, memory and bytes sent of every engine
 bench-grid: $(INSTALLED)  ## the decoder grid against the reference package; eight minutes of an idle machine
 	$(BIN)/python benchmarks/decoder_grid.py
 
+.PHONY: bench-convergence
+bench-convergence: $(INSTALLED)  ## the closed form against training from a random start; half an hour of an idle machine
+	$(BIN)/python benchmarks/convergence.py
+
 .PHONY: bench-tracking
 bench-tracking: $(INSTALLED)  ## training speed while W&B answers, refuses, stalls or limits; five minutes of an idle machine
 	$(BIN)/python benchmarks/tracking.py

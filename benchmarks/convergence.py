@@ -1,7 +1,7 @@
 """How soon, and how well, a GRADIEND is learnt: the reference's recipe against the start in closed form.
 
     python benchmarks/convergence.py [--model masked causal] [--stories PATH] [--steps 150] [--seeds 3] [--topk 0.1]
-                                     [--params NAME ...] [--scaling plain] [--json FILE] [--plot FILE] [--threads 2] [--quick]
+                                     [--params NAME ...] [--json FILE] [--plot FILE] [--threads 2] [--quick]
 
 Three recipes, all by this package, on the same base model, rows and items, none of them pruned unless --topk is given:
 random weights and Adam at four learning rates, as the reference trains; the spectral start alone, from 16 and from 8
@@ -63,7 +63,7 @@ from gradiend_dist.evaluation.selection import BASE, LMSThresholdPolicy  # noqa:
 from gradiend_dist.files import write_json  # noqa: E402
 from gradiend_dist.gradients import BaseGradients, Item  # noqa: E402
 from gradiend_dist.plots import BLUE, DARK, GREY, SKY, VERMILION, finish_axes, image_path, new_figure, write_figure  # noqa: E402
-from gradiend_dist.rewriting import SCALINGS, flat_entries  # noqa: E402
+from gradiend_dist.rewriting import flat_entries  # noqa: E402
 from gradiend_dist.schedule import make_schedule  # noqa: E402
 from gradiend_dist.space import ParameterSpace  # noqa: E402
 
@@ -120,7 +120,8 @@ class Case:
     space: dict[str, Any]
     """Arguments that say which weights take part."""
     evaluated_rows: int | None = None
-    """Of each class, whenever a training is evaluated; None: all."""
+    """Of each class, whenever a training is evaluated or a rewritten model scored; None: all."""
+    scored_texts: int | None = None
     _directions: dict[str, Tensor] = field(default_factory=dict)
 
     def trainer(self, directory: Path, seed: int, recipe: Recipe, steps: int) -> TextPredictionTrainer:
@@ -129,6 +130,8 @@ class Case:
             train_batch_size=BATCH_SIZE,
             eval_steps=max(1, steps // EVALUATIONS),
             encoder_eval_train_max_size=self.evaluated_rows,
+            decoder_eval_max_size_training_like=self.evaluated_rows,
+            decoder_eval_max_size_neutral=self.scored_texts,
             # One at a time: seeds of one run would share which rows make an item.
             max_seeds=1,
             seed=seed,
@@ -294,7 +297,10 @@ def rewritten(trainer: TextPredictionTrainer, name: str, scaling: str) -> Rewrit
     steps = list(STEPS_OF_REWRITING)
     for refinement in range(REFINEMENTS + 1):
         rates = [step * unit for step in steps]
-        found = trainer.evaluate_decoder(rates, [factor], use_cache=True, target_class=name, scaling=scaling)
+        # One rule for both scalings, which have different ones by default.
+        found = trainer.evaluate_decoder(
+            rates, [factor], use_cache=True, target_class=name, scaling=scaling, selector=LMSThresholdPolicy()
+        )
         chosen = found[name]
         if refinement < REFINEMENTS:
             place = min(range(len(steps)), key=lambda i: abs(rates[i] - chosen["learning_rate"]))
@@ -425,10 +431,7 @@ def print_table(case: Case, rows: list[Row], options: argparse.Namespace) -> Non
     lines = [HEADINGS, *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
     base = {word: rows[0].runs[0].rewritten["plain"][name].base for name, word in CLASSES.items()}
-    print(
-        f"\n{case.name}: {options.steps} steps, {options.seeds} seeds, {BATCH_SIZE} rows an item, {options.scaling} rewriting.",
-        end=" ",
-    )
+    print(f"\n{case.name}: {options.steps} steps, {options.seeds} seeds, {BATCH_SIZE} rows an item.", end=" ")
     print("In the other's place the base model finds", end=" ")
     print(*(f"{word} {value:.2g} probable: at most {1 / value:.3g}x." for word, value in base.items()))
     for line in lines:
@@ -543,7 +546,7 @@ NEUTRAL_TEXTS = 60
 
 def stories_case(model: Path, space: dict[str, Any]) -> Case:
     rows = [row for name in CLASSES for split in SPLITS for row in stories(name, split)]
-    return Case("stories", model, pd.DataFrame(rows), neutral_stories(), space, evaluated_rows=20)
+    return Case("stories", model, pd.DataFrame(rows), neutral_stories(), space, evaluated_rows=20, scored_texts=30)
 
 
 def stories(name: str, split: str) -> list[dict[str, str]]:
@@ -590,7 +593,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--topk", type=float, help="share of the weights that is kept before training; default: all")
     parser.add_argument("--params", nargs="+", help="names or wildcards of the weights that take part; default: all")
-    parser.add_argument("--scaling", choices=SCALINGS, default="plain", help="of the vector that models move along")
     parser.add_argument("--json", type=Path, help="where all numbers go")
     parser.add_argument("--plot", type=Path, help="where a picture goes")
     parser.add_argument("--threads", type=int, default=2)
@@ -612,7 +614,7 @@ def main() -> int:
             found[case.name] = measure(case, options, directory / f"{case.name}_runs")
             print_table(case, found[case.name], options)
     if options.json is not None:
-        asked = {name: getattr(options, name) for name in ("steps", "seeds", "topk", "params", "scaling", "threads")}
+        asked = {name: getattr(options, name) for name in ("steps", "seeds", "topk", "params", "threads")}
         write_json(options.json, {**asked, **{name: [row.as_dict() for row in rows] for name, rows in found.items()}})
     if options.plot is not None:
         draw(found, options.plot)

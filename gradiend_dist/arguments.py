@@ -472,7 +472,7 @@ class TrainingArguments(
             "initialization=spectral.",
         )
         require(
-            self.spectral_items > self.latent_dim,
+            not self.looks_at_items or self.spectral_items > self.latent_dim,
             f"spectral_items={self.spectral_items} is too few for latent_dim={self.latent_dim}: pass at least "
             f"{self.latent_dim + 1}.",
         )
@@ -649,14 +649,18 @@ class TrainingArguments(
     @property
     def evaluates(self) -> bool:
         """Is the encoder evaluated in training? Not where it is not trained."""
-        wanted = self.do_eval and (self.eval_strategy != "no" or self.behaviour.no_strategy_is_ignored)
         fails = self.behaviour.differences_unevaluated and self.source == "diff"
-        return wanted and not fails and not self.supervised_decoder
+        return self._wants_evaluation and not fails and not self.supervised_decoder
+
+    @property
+    def _wants_evaluation(self) -> bool:
+        return self.do_eval and (self.eval_strategy != "no" or self.behaviour.no_strategy_is_ignored)
 
     @property
     def measures_decoder(self) -> bool:
         """Is the decoder's share of the target measured? Not where it is not trained."""
-        return (self.evaluates or (self.supervised_decoder and self.do_eval)) and not self.supervised_encoder
+        wanted = self.evaluates or (self.supervised_decoder and self._wants_evaluation)
+        return wanted and not self.supervised_encoder
 
     @property
     def keeps_best(self) -> bool:

@@ -35,6 +35,9 @@ WITHOUT_EFFECT_ON_A_SEED = (
     "convergence_threshold", "convergent_mean_by_class_threshold",
 )  # fmt: skip
 
+# What results of before there was a choice do not say.
+NOT_RECORDED = {"initialization": "random"}
+
 # The reference compares its own form of these two, all fields of it, before it reuses a directory of ours.
 PRUNING_IN_REFERENCE: dict[str, dict[str, Any]] = {
     "pre_prune_config": {
@@ -55,7 +58,8 @@ _HASHED = 2**17
 
 def fingerprint(args: TrainingArguments, data_hash: str, model: str) -> dict[str, Any]:
     """All that a training result depends on, by name, so that a difference can be named."""
-    arguments = {name: value for name, value in args.to_dict().items() if name not in WITHOUT_EFFECT}
+    without = WITHOUT_EFFECT if args.looks_at_items else (*WITHOUT_EFFECT, "spectral_items")
+    arguments = {name: value for name, value in args.to_dict().items() if name not in without}
     for name, rest in PRUNING_IN_REFERENCE.items():
         if arguments[name] is not None:
             arguments[name] = {**rest, **arguments[name]}
@@ -138,8 +142,8 @@ def reusable(path: Path, wanted: dict[str, Any], use_cache: bool | str, *, of_on
     if use_cache == "always":
         return True
     record = read_json(path / TRAINING) if (path / TRAINING).exists() else {}
-    found = record.get("cache_fingerprint", {})
     ignored = WITHOUT_EFFECT_ON_A_SEED if of_one_seed else ()
+    found = {**NOT_RECORDED, **record.get("cache_fingerprint", {})}
     changed = [name for name in wanted if name not in ignored and found.get(name) != _as_json(wanted[name])]
     if changed:
         name = changed[0]

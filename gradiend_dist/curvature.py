@@ -80,7 +80,7 @@ class _PerEntry:
 
 @dataclass(frozen=True)
 class CurvatureTexts:
-    """What the curvature is measured on: never what a rewritten model is scored on."""
+    """What the curvature is measured on: no neutral text that a rewritten model is scored on."""
 
     texts: tuple[str, ...]
     ignored: tuple[str, ...]

@@ -208,6 +208,7 @@ class TrainingLoop:
         keeper: StateKeeper,
         tracking: Tracking,
         *,
+        whole_items: bool = False,
         more_seeds_follow: bool = False,
     ) -> None:
         self.args, self.runs, self.plan = args, list(runs), plan
@@ -223,7 +224,7 @@ class TrainingLoop:
         self._num_rows = 0
         self._items: dict[int, Item] = {}
         self._visited = plan.visited()
-        self._whole_items = self._can_keep_whole_items()
+        self._whole_items = whole_items
         self._schedule = self._make_scheduler()
 
     def run(self) -> None:
@@ -310,7 +311,8 @@ class TrainingLoop:
         """Hugging Face's schedulers want an optimizer: one without weights carries the learning rate."""
         carrier = torch.optim.SGD([torch.zeros(1)], lr=self.args.peak_rate)
         warmup = self.args.warmup_steps or int(self.args.warmup_ratio * self.plan.total_steps)
-        return get_scheduler(self.args.lr_scheduler_type, carrier, warmup, self.plan.total_steps), carrier
+        steps = max(1, self.plan.total_steps)  # a schedule of no step would be divided by
+        return get_scheduler(self.args.lr_scheduler_type, carrier, warmup, steps), carrier
 
     def _step(self, step: int, epoch: int, numbers: list[list[int]]) -> None:
         scheduler, carrier = self._schedule
@@ -348,21 +350,6 @@ class TrainingLoop:
                 labels.append([self._label(number)])
             batches.append(GradiendBatch(_stack(sources), _stack(targets), torch.tensor(labels)))
         return batches, "; ".join(names)
-
-    def _can_keep_whole_items(self) -> bool:
-        """Will all gradients of the run be kept, and is any used twice? Then each rank computes whole items.
-
-        Not decided item by item: an item whose rows are split over the ranks has the same gradient up to the order of
-        its sums, and a run that goes on after a kill must compute it in the way that it was computed before.
-        """
-        twice = self.args.max_seeds > 1 or self.plan.visits_items_again()
-        kinds = len({self.args.source, self.args.target})
-        evaluated = 0 if self.evaluation is None else len(self.evaluation.unique)
-        measured = 0 if self.held_out is None else self.held_out.num_vectors
-        started = kinds * len(self.runs) * self.args.spectral_items if self.args.looks_at_items else 0
-        count = kinds * len(self._visited) + evaluated + measured + started
-        needed = 4 * self.gradients.base.largest_part * count
-        return twice and self.gradients.base.in_rounds and needed <= self.gradients.store.budget_bytes
 
     def _from(self, number: int) -> list[Item]:
         """This item and those that are first visited after it, one for each rank."""
@@ -527,8 +514,9 @@ class TrainingLoop:
         losses = run.stats.get("held_out_loss", {})
         if best.score is None or not (self.args.starts_trained and self.args.refines and 0 in losses):
             return best.score is None or score > best.score
-        if losses[step] > losses[0] or score < best.score - SAME_CORRELATION:
-            return False
+        highest = max(abs(found) for found in run.stats["scores"].values() if found == found)
+        if losses[step] > losses[0] or score < highest - SAME_CORRELATION:
+            return False  # not below the last best alone: many small losses would add up
         return bool(score > best.score + SAME_CORRELATION or losses[step] < losses[best.step])
 
     def _watch_loss(self, run: SeedRun, step: int, epoch: int, boundary: bool) -> None:
@@ -542,7 +530,8 @@ class TrainingLoop:
         elif self.evaluation is None and step == 1 and self.args.behaviour.step_zero_competes:
             # Without a score the reference has -1.0: at step 0 if it tried to evaluate, else from the first step on.
             run.best = Best(1.0, correlation=-1.0, step=0 if self.args.do_eval else 1, epoch=0)
-            self._save_best(run)
+            if run.best.step:
+                self._save_best(run)
 
     def _close_form(self, run: SeedRun) -> None:
         """A closed form that took no step has no loss of training to go by: that of its own items."""
@@ -665,6 +654,30 @@ class TrainingLoop:
             "losses": list(run.losses),
             "seed": run.seed,
         }
+
+
+def keeps_whole_items(
+    args: TrainingArguments,
+    plan: Plan,
+    gradients: GradientSource,
+    evaluation: EncoderEvaluation | None,
+    held_out: HeldOut | None,
+) -> bool:
+    """Will all gradients of the run be kept, and is any used twice? Then each rank computes whole items.
+
+    Not decided item by item: an item whose rows are split over the ranks has the same gradient up to the order of its
+    sums, and a run that goes on after a kill must compute it in the way that it was computed before.
+    """
+    twice = args.max_seeds > 1 or args.looks_at_items or plan.visits_items_again()
+    count = len(args.trained_kinds) * len(plan.visited())
+    if evaluation is not None:
+        count += len(evaluation.unique)
+    if held_out is not None:
+        count += held_out.num_vectors
+    if args.looks_at_items:
+        count += len(args.trained_kinds) * args.spectral_items * args.max_seeds
+    needed = 4 * gradients.base.largest_part * count
+    return twice and gradients.base.in_rounds and needed <= gradients.store.budget_bytes
 
 
 def own_copies(callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:

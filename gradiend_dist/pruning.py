@@ -182,16 +182,16 @@ def _count(comm: Comm, entries: Tensor) -> int:
 def sum_of_sizes(base: BaseGradients, gradient: Callable[[Item], Tensor], groups: Sequence[Sequence[Item]]) -> Tensor:
     """Mean over the groups of |mean gradient of the group's items|, on the host.
 
-    The device holds one item's gradient, which may be overwritten, and of a group of several their mean.
+    The device holds one item's gradient, which is overwritten, and of a group of several their mean.
     """
     total: Tensor | None = None
     for group in groups:
-        mean = gradient(group[0])
+        size = gradient(group[0])
         if len(group) > 1:
-            mean = mean / len(group)
+            size = size / len(group)
             for item in group[1:]:
-                mean.add_(gradient(item), alpha=1.0 / len(group))
-        size = mean.abs_().div_(len(groups))
+                size.add_(gradient(item), alpha=1.0 / len(group))
+        size.abs_().div_(len(groups))
         if not base.comm.all_agree(bool(size.isfinite().all())):
             raise UserError(
                 f"The gradient of the pre-prune examples is not finite ({group[0].name}): check the base model's "

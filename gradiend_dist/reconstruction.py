@@ -54,7 +54,7 @@ class HeldOut:
                 sketch.put(number, vectors[self.target])
             errors += self._squared_error(model, vectors, self.labels[number])
         if sketch is not None:
-            self._products = sketch.gram()
+            self._products = sketch.gram([item.name for item in self.items], self.target)
         total = float(errors if model.part.is_whole else self.comm.total(errors))
         return {"held_out_loss": total / (len(self.items) * model.input_dim), **self._shares(total, model.latent_dim)}
 

@@ -20,7 +20,7 @@ from gradiend_dist.comm import PeerLost
 from gradiend_dist.engines import StepOptions
 from gradiend_dist.files import explained, jsonable, read_json, write_json
 from gradiend_dist.interrupt import Interrupt
-from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, own_copies
+from gradiend_dist.loop import Plan, SeedRun, TrainingLoop, keeps_whole_items, own_copies
 from gradiend_dist.pruning import post_prune
 from gradiend_dist.seeds import SeedResult
 from gradiend_dist.space import ParameterSpace
@@ -231,7 +231,7 @@ class SeedTraining:
         plan = self._plan()
         kinds = len({self.args.source, self.args.target})
         largest = max(part.size for part in self.bench.spread.parts(space))
-        return 4 * largest * kinds * len(plan.schedule.batches) <= self.bench.store_bytes()
+        return 4 * largest * kinds * len(plan.visited()) <= self.bench.store_bytes()
 
     def _plan(self) -> Plan:
         return Plan.of(self.args, self.bench.schedule())
@@ -249,12 +249,13 @@ class SeedTraining:
         return self._pruned[1]
 
     def _pruned_space(self, config: PrePruneConfig, sample_seed: int) -> ParameterSpace:
-        if self.bench.prunes_by_items(config):
-            return self.bench.pruned_by_items(config)  # also of a run that goes on: its gradients are wanted again
+        """As an earlier part of this run has found it: on other ranks rounding may choose another entry at the edge."""
         space = self.keeper.find_space(f"sample_{sample_seed}")
-        if space is None:
+        if self.bench.prunes_by_items(config):
+            space = self.bench.pruned_by_items(config, space)  # its gradients are wanted again in any case
+        elif space is None:
             space = self.bench.pre_pruned(config, sample_seed)
-            self.keeper.keep_space(f"sample_{sample_seed}", space)
+        self.keeper.keep_space(f"sample_{sample_seed}", space)
         return space
 
     def _seed_path(self, seed: int) -> Path:
@@ -270,22 +271,25 @@ class SeedTraining:
         if args.evaluates:
             max_size = args.encoder_eval_train_max_size or args.encoder_eval_max_size
             evaluation = bench.evaluation(space, self.bench.data.evaluation_split(), max_size, repeated=True)
+        plan, gradients, held_out = self._plan(), bench.gradients(space), bench.held_out(space)
+        whole_items = keeps_whole_items(args, plan, gradients, evaluation, held_out)
         loop = TrainingLoop(
             args,
-            [self._new_run(space, seed) for seed in group],
-            self._plan(),
+            [self._new_run(space, seed, whole_items=whole_items) for seed in group],
+            plan,
             bench.training_items(),
-            bench.gradients(space),
+            gradients,
             evaluation,
-            bench.held_out(space),
+            held_out,
             self.keeper,
             tracking,
+            whole_items=whole_items,
             more_seeds_follow=more_follow,
         )
         loop.run()
         return {run.seed: self._complete(run, loop) for run in loop.runs}
 
-    def _new_run(self, space: ParameterSpace, seed: int) -> SeedRun:
+    def _new_run(self, space: ParameterSpace, seed: int, *, whole_items: bool) -> SeedRun:
         """A seed at its start: drawn at random, or worked out from a few items.
 
         A run that goes on works it out again, and then takes the weights of its state: what the store keeps, and how it
@@ -297,7 +301,7 @@ class SeedTraining:
         stats: dict[str, Any] = {}
         rates = None
         if args.looks_at_items:
-            start = bench.spectral_start(space, seed)
+            start = bench.spectral_start(space, seed, whole_items=whole_items)
             if args.starts_trained:
                 stats["spectral"] = start.fill(model.gradiend)
             if args.refines:

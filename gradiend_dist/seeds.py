@@ -332,7 +332,8 @@ def check_convergence(results: list[SeedResult], args: TrainingArguments) -> Non
     reasons = "; ".join(f"seed {r.seed}: {r.verdict.reason}" for r in results if not r.verdict.converged)
     message = (
         f"{count} of {len(results)} seeds converged, {required} required ({reasons}): try "
-        "initialization=spectral, another learning_rate, more steps or more max_seeds."
+        f"{'' if args.starts_trained else 'initialization=spectral, '}another learning_rate, more steps or more "
+        "max_seeds."
     )
     if args.fail_on_non_convergence:
         raise UserError(message)

@@ -9,11 +9,13 @@ Signs go with positions in the whole space, so the number of ranks does not chan
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradiend_dist.comm import Comm
+from gradiend_dist.errors import UserError
 from gradiend_dist.space import Part
 
 SKETCH = 2**20
@@ -44,8 +46,21 @@ class Sketch:
                 self.values[number, place].addcmul_(vector[entries], block_signs(block, vector.device)[place])
                 own, start = slice(entries.stop, own.stop), stop
 
-    def gram(self) -> Tensor:
-        """[count, count] inner products in float64, on the host, the same on every rank."""
+    def gram(self, names: Sequence[str], kind: str) -> Tensor:
+        """[count, count] inner products in float64, on the host, the same on every rank.
+
+        A vector that is not finite is told by its name: nothing that follows could.
+        """
+        found = self._products()
+        finite = found.diagonal().isfinite()
+        if not finite.all():
+            raise UserError(
+                f"The {kind} gradient of {names[int(finite.int().argmin())]} is not finite: check the base model's "
+                "weights and these rows, or leave out fp16 if it is set."
+            )
+        return found
+
+    def _products(self) -> Tensor:
         whole = self.values
         if self.folds and not self.part.is_whole:
             whole = self.comm.total(whole)  # before products: pieces of different ranks meet in one place

@@ -199,6 +199,11 @@ class ParameterSpace:
             chosen.append((weight.name, weight.shape, selected))
         return ParameterSpace(chosen)
 
+    def positions_in(self, wider: ParameterSpace) -> Tensor:
+        """Where in a space that it was selected from its entries are, ascending."""
+        mine, theirs = self.base_global(torch.arange(self.size)), wider.base_global(torch.arange(wider.size))
+        return torch.searchsorted(theirs, mine)
+
     def base_global(self, local: Tensor) -> Tensor:
         """Positions in the unpruned space of these local ones."""
         local = local.cpu()

@@ -89,6 +89,11 @@ class Measured:
         not: epsilon is the usual one, 2 y / n for the decoder and a share of y^2 x for the encoder.
         """
         y = 1.0 if self.targets is None else _rms(self.targets, self.n)
+        if y == 0.0:
+            raise UserError(
+                "learning_rate=auto goes with the size of the targets, and these are zero for all items it looks at: "
+                "check that factual and alternative words differ, or pass a number."
+            )
         x = 1.0 if self.sources is None else _rms(self.sources, self.n)
         d_latent = y * y  # of order 1 where the loss is that of the label
         return Rates(
@@ -121,9 +126,15 @@ class SpectralStart:
     """The items of one seed, and what is worked out from them."""
 
     def __init__(
-        self, args: TrainingArguments, gradients: GradientSource, items: Sequence[Item], labels: Sequence[float]
+        self,
+        args: TrainingArguments,
+        gradients: GradientSource,
+        items: Sequence[Item],
+        labels: Sequence[float],
+        *,
+        whole_items: bool = False,
     ) -> None:
-        self.args, self.gradients, self.items = args, gradients, list(items)
+        self.args, self.gradients, self.items, self.whole_items = args, gradients, list(items), whole_items
         self.labels = torch.tensor(labels, dtype=torch.float64)
         self.comm = gradients.base.comm
         fits_source, fits_target = not args.supervised_decoder, not args.supervised_encoder
@@ -159,8 +170,8 @@ class SpectralStart:
                 sizes[number] = torch.linalg.vector_norm(vectors[self.source], 1)
         if not base.part.is_whole:
             self.comm.total(sizes)
-        grams = {kind: sketch.gram() for kind, sketch in sketches.items()}
-        self._require_finite(grams)
+        names = [item.name for item in self.items]
+        grams = {kind: sketch.gram(names, kind) for kind, sketch in sketches.items()}
         return Measured(
             None if self.source is None else grams[self.source],
             None if self.target is None else grams[self.target],
@@ -170,20 +181,10 @@ class SpectralStart:
 
     def _vectors(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(number, vectors by kind) of each item; those that are not kept are overwritten by the next."""
-        self.gradients.prepare(self.items, self.args.trained_kinds)
+        if self.whole_items:
+            self.gradients.prepare(self.items, self.args.trained_kinds)
         for number, item in enumerate(self.items):
             yield number, self.gradients.get(item, self.args.trained_kinds, keep=True)
-
-    def _require_finite(self, grams: dict[str, Tensor]) -> None:
-        for kind, gram in grams.items():
-            wrong = [
-                item.name for item, square in zip(self.items, gram.diagonal(), strict=True) if not square.isfinite()
-            ]
-            if wrong:
-                raise UserError(
-                    f"The {kind} gradient of {wrong[0]} is not finite: check the base model's weights and these rows, "
-                    "or leave out fp16 if it is set."
-                )
 
     def _sum_up(self, model: GradiendModel, form: ClosedForm) -> None:
         """The second pass: weighted sums, straight into the model's tensors."""

@@ -299,7 +299,9 @@ class TextPredictionTrainer:
         config = config or self.args.pre_prune_config
         if config is None:
             raise UserError("pre_prune() has no configuration: pass one, or set pre_prune_config.")
-        space = self.workbench.pre_pruned(config, self.args.data_seed)
+        bench = self.workbench
+        by_items = bench.prunes_by_items(config)
+        space = bench.pruned_by_items(config) if by_items else bench.pre_pruned(config, self.args.data_seed)
         model = self.workbench.new_model(space, self.args.first_seed)
         if inplace:
             self.model = self._trained = model

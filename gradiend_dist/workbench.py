@@ -261,8 +261,9 @@ class Workbench:
         labels = [self.args.seen_label(rows.labels[int(schedule.batches[number][0])]) for number in numbers]
         return [rows.item(schedule.batches[number]) for number in numbers], labels
 
-    def spectral_start(self, space: ParameterSpace, seed: int) -> SpectralStart:
-        return SpectralStart(self.args, self.gradients(space), *self.spectral_items(seed))
+    def spectral_start(self, space: ParameterSpace, seed: int, *, whole_items: bool) -> SpectralStart:
+        items, labels = self.spectral_items(seed)
+        return SpectralStart(self.args, self.gradients(space), items, labels, whole_items=whole_items)
 
     def held_out(self, space: ParameterSpace) -> HeldOut | None:
         """What the decoder's share of the target is measured on: items like those of training, of the split that
@@ -298,8 +299,8 @@ class Workbench:
         items, labels = self.spectral_items(args.data_seed)
         return config.n_samples <= sum(len(i.rows) for i, label in zip(items, labels, strict=True) if label)
 
-    def pruned_by_items(self, config: PrePruneConfig) -> ParameterSpace:
-        """The space that pre-pruning by the closed form's items leaves.
+    def pruned_by_items(self, config: PrePruneConfig, known: ParameterSpace | None = None) -> ParameterSpace:
+        """The space that pre-pruning by the closed form's items leaves; `known` where it was found before.
 
         Where their gradients over the whole space fit the memory for gradients, they are computed once: what is kept of
         them goes to the store of the pruned space, for the closed form and for training.
@@ -317,12 +318,16 @@ class Workbench:
             wide.prepare(items, kinds)
 
         def gradient(item: Item) -> Tensor:
-            if not one_pass:
-                return wide.get(item, [config.source], keep=False)[config.source]
-            return wide.get(item, kinds, keep=True)[config.source].clone()
+            found = wide.get(item, kinds if one_pass else [config.source], keep=one_pass)[config.source]
+            return found.clone() if one_pass else found
 
-        keep = pre_prune_by_items(base, gradient, items, labels, config, args.behaviour)
-        space = self.space.select(keep)
+        if known is not None and not one_pass:
+            return known
+        if known is None:
+            keep = pre_prune_by_items(base, gradient, items, labels, config, args.behaviour)
+        else:
+            keep = known.positions_in(self.space)
+        space = known or self.space.select(keep)
         if one_pass:
             self._take_over(wide, items, space, keep)
         return space

@@ -45,12 +45,27 @@ class FusedAdam(Optimizer):
     def __init__(self, options: StepOptions, weights: list[Tensor]) -> None:
         self.options = options
         self.weights = weights
-        self.moments = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        self.second_moments = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        self._moments: tuple[list[Tensor], list[Tensor]] | None = None
         self.num_steps = torch.zeros((), device=weights[0].device)
         self._kernel = torch._fused_adamw_ if options.optim == "adamw" else torch._fused_adam_
 
+    @property
+    def moments(self) -> list[Tensor]:
+        return self._both_moments()[0]
+
+    @property
+    def second_moments(self) -> list[Tensor]:
+        return self._both_moments()[1]
+
+    def _both_moments(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Made when they are first wanted: a closed form that takes no step has none."""
+        if self._moments is None:
+            first, second = ([torch.zeros_like(w, dtype=torch.float32) for w in self.weights] for _ in range(2))
+            self._moments = first, second
+        return self._moments
+
     def begin(self, learning_rate: float, not_finite: Tensor) -> None:
+        self._both_moments()
         self.num_steps += 1.0 - not_finite  # a step that changes nothing does not count
         self._learning_rate, self._not_finite = learning_rate, not_finite
 
@@ -75,7 +90,7 @@ class FusedAdam(Optimizer):
         )
 
     def negate_momentum(self, indices: list[int]) -> None:
-        for index in indices:
+        for index in indices if self._moments is not None else ():
             self.moments[index].neg_()
 
     def state(self) -> dict[str, Tensor]:
