@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
 from gradiend_dist.comm import Comm
 from gradiend_dist.gradients import Item
 from gradiend_dist.model import GradiendModel
@@ -100,6 +100,13 @@ def test_shares__are_none_where_they_have_no_meaning() -> None:
     assert found["explained"] is None and found["explained_limit"] is None and found["held_out_loss"] > 0
     alone = held_out(torch.randn(2, N), torch.randn(2, N), [1, -1]).measure(GradiendModel(N))
     assert alone["explained"] is not None and alone["explained_limit"] is None
+
+
+def test_measure__a_target_that_is_not_finite_is_named() -> None:
+    targets = torch.randn(6, N)
+    targets[4, 7] = torch.nan
+    with pytest.raises(UserError, match="The diff gradient of 4 is not finite"):
+        held_out(torch.randn(6, N), targets, [1, -1, 0, 1, -1, 0]).measure(GradiendModel(N))
 
 
 def make(model: Path, frames: Any, directory: Path, **changes: Any) -> TextPredictionTrainer:

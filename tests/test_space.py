@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradiend_dist.errors import UserError
-from gradiend_dist.space import INT32_MAX, ParameterSpace, Weight
+from gradiend_dist.space import INT32_MAX, ParameterSpace, Part, Weight
 
 # Empty weights in front, in the middle, two in a row, and at the end are what the maps back must survive.
 SHAPES = [("w0", (3, 5)), ("w1", (7,)), ("w2", (2, 2, 3)), ("w3", (1,)), ("w4", (11, 3)), ("w5", (4,))]
@@ -201,3 +201,18 @@ def test_fingerprint__differs_by_name_shape_and_order_and_not_by_memory_layout()
     dense = ParameterSpace([("a", (9,), strided.contiguous())])
     assert dense == ParameterSpace([("a", (9,), strided)])
     assert hash(dense) == hash(ParameterSpace([("a", (9,), strided)]))
+
+
+def test_positions_in__find_a_selection_again() -> None:
+    """Also one of a space that was selected itself, with weights of which nothing is left."""
+    whole = ParameterSpace([("a", (3, 5), None), ("b", (7,), None), ("c", (4,), None)])
+    once = whole.select(torch.tensor([0, 2, 7, 14, 23, 24, 25]))
+    keep = torch.tensor([1, 2, 4, 6])
+    assert once.select(keep).positions_in(once).tolist() == keep.tolist()
+    assert once.positions_in(whole).tolist() == [0, 2, 7, 14, 23, 24, 25]
+
+
+def test_local__are_places_of_what_a_rank_has() -> None:
+    part, vector = Part(20, ((2, 5), (9, 9), (11, 16))), torch.arange(20)
+    kept = torch.tensor([0, 2, 4, 9, 11, 15, 16, 19])
+    assert part.take(vector)[part.local(kept)].tolist() == [2, 4, 11, 15]

@@ -19,6 +19,7 @@ from gradiend_dist.comm import Comm
 from gradiend_dist.engines import GradiendBatch, StepOptions
 from gradiend_dist.engines.placed import PlacedEngine
 from gradiend_dist.gradients import BaseGradients, Item
+from gradiend_dist.loop import Best, TrainingLoop
 from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.schedule import make_schedule
 from gradiend_dist.sketch import Sketch
@@ -466,6 +467,33 @@ def test_refinement__a_worse_step_does_not_replace_the_closed_form(
     alone = make(masked_lm, feature_frames, tmp_path / "alone", max_seeds=1).train()
     ours, theirs = (load_file(each.model_path / "model.safetensors") for each in (trainer, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_refinement__cannot_creep_down() -> None:
+    """Many correlations, each almost that of the last best, must not add up to a bad one."""
+    args = TrainingArguments(initialization="spectral", learning_rate="auto", max_steps=100)
+    run = SimpleNamespace(best=Best(), stats={"scores": {}, "held_out_loss": {}})
+    loop: Any = SimpleNamespace(args=args)
+    for step in range(20):
+        score = 0.99 - 0.009 * step
+        run.stats["scores"][step], run.stats["held_out_loss"][step] = score, 1.0 - 0.01 * step
+        if TrainingLoop._is_better(loop, run, step, score):  # type: ignore[arg-type]
+            run.best = Best(score, step=step)
+    assert run.best.step == 1, "the second one is almost the first and has the smaller loss"
+
+
+@pytest.mark.parametrize("scheduler", ["polynomial", "cosine", "inverse_sqrt"])
+def test_run__without_a_step_has_a_schedule_of_none(
+    masked_lm: Path, feature_frames: Any, tmp_path: Path, scheduler: str
+) -> None:
+    trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1, lr_scheduler_type=scheduler, do_eval=False).train()
+    assert trainer.get_training_stats()["losses"] == []
+
+
+def test_rates__of_zero_targets_are_told() -> None:
+    labels = torch.tensor([1.0, -1.0])
+    with pytest.raises(UserError, match="learning_rate=auto goes with the size of the targets"):
+        start(torch.ones(2, N), torch.zeros(2, N), labels, learning_rate="auto").measured().rates()
 
 
 def test_random_start__with_rates_of_the_gradients(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_grid__does_not_depend_on_the_ranks(config, ranks, run_dir, expected, tm
         pytest.param("cpu_2", "tensor", marks=pytest.mark.slow),
         pytest.param("cpu_2", "curvature", marks=pytest.mark.slow),
         pytest.param("fsdp2", "tensor", marks=pytest.mark.slow),
-        ("fsdp2", "curvature"),
+        pytest.param("fsdp2", "curvature", marks=pytest.mark.slow),
     ],
 )
 def test_scaled_grid__does_not_depend_on_the_ranks(config, scaling, run_dir, tmp_path):

@@ -41,7 +41,6 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 # For every day: all cases on ranks of which some have no rows and some no entries, and a few in each other way.
 A_FEW = (
     "pruned", "causal", "seeds_in_sequence", "nothing_kept", "kept_on_disk", "two_entries", "partly_kept", "refined",
-    "closed_form",
 )  # fmt: skip
 EVERY_DAY = {"sliced_3": tuple(CASES), "fsdp_2": A_FEW}
 

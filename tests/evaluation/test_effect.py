@@ -45,6 +45,7 @@ def test_rewriting__moves_the_class_and_a_random_direction_does_not(kind, masked
         assert abs(moved - before[name]) < 0.1 * (after[name] - before[name])
 
 
+@pytest.mark.slow
 def test_scaling__reaches_more_at_the_same_score_of_a_masked_model(masked_lm, tmp_path):
     """Weights that every token passes hold much of the learnt direction and nearly all of the damage that it does."""
     args = TrainingArguments(
