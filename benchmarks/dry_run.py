@@ -188,6 +188,7 @@ def work(space: ParameterSpace, parts: list[Part], part: Part, comm: Comm, watch
     model = ParamMappedGradiendModel(space, part=part, initialize=False)
     options = StepOptions("adamw", 1e-2, (0.9, 0.999), 1e-8, max_grad_norm=1.0, supervised=None)
     engine = SlicedEngine(model, options, comm)
+    engine.state()  # moments are made when they are first wanted
     vectors = {kind: torch.empty(part.size) for kind in KINDS}
     resident = watch.live
     if not has_shards:  # with shards, FSDP leaves each rank its own, written straight into the vectors

@@ -221,7 +221,7 @@ def test_explained__far_below_zero_leaves_the_rest_in_view(tmp_path):
 @pytest.mark.parametrize(
     ("share", "limit", "correlation", "spectral", "remedy"),
     [
-        (0.012, 0.81, 0.97, False, "Use initialization=spectral , or learning_rate=auto , or more steps."),
+        (0.012, 0.81, 0.97, False, "Use initialization=spectral , or learning_rate=auto ."),
         (-9.0, 0.81, -0.97, True, "Raise spectral_items , or"),
         (0.40, 0.81, 0.97, False, "Use"),
         (0.41, 0.81, 0.97, False, ""),
