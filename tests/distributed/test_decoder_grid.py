@@ -67,7 +67,7 @@ def launch(config: str, ranks: int) -> tuple[list[str], dict[str, str]]:
     [
         ("cpu_2", 2),
         pytest.param("cpu_2", 3, marks=pytest.mark.slow),
-        ("fsdp2", 2),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
         pytest.param("fsdp2", 3, marks=pytest.mark.slow),
         pytest.param("zero3", 2, marks=pytest.mark.slow),
     ],

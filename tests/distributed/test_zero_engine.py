@@ -29,7 +29,8 @@ from gradiend_dist.errors import UserError
 ROOT = Path(__file__).parents[2]
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 # Offload itself is a case of every launch; the file of its own costs half a minute more.
-CONFIGS = ["zero1", "zero2", "zero3", pytest.param("zero3_offload", marks=pytest.mark.slow)]
+BY_DEFAULT = ("zero1", "zero3")
+CONFIGS = [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in STAGES]
 TOLERANCE = 1e-6
 TIMEOUT = 180
 
@@ -81,7 +82,7 @@ def test_launch__has_two_ranks_and_the_stage_of_the_file(config):
 @pytest.mark.parametrize(
     ("config", "case"),
     [
-        pytest.param(config, case, marks=pytest.mark.slow if config == "zero3_offload" else ())
+        pytest.param(config, case, marks=() if config in BY_DEFAULT else pytest.mark.slow)
         for config, stage in STAGES.items()
         for case in [*CASES, *(STAGE_3_CASES if stage == 3 else ())]
     ],
@@ -100,7 +101,7 @@ def test_step__equals_a_single_process(config, case):
 @pytest.mark.parametrize(
     ("config", "case"),
     [
-        pytest.param(config, case, marks=pytest.mark.slow if config == "zero3_offload" else ())
+        pytest.param(config, case, marks=() if config in BY_DEFAULT else pytest.mark.slow)
         for config, stage in STAGES.items()
         for case in [*RESUMED, *(RESUMED_AT_STAGE_3 if stage == 3 else ())]
     ],
