@@ -6,8 +6,8 @@ mean squared gradient of that loss over a few texts, stands in for H:
 
     s(v) = c * v / (F + 0.1 * mean F),   c such that sum F s(v)^2 = sum F v^2
 
-Equal learning rates so do equal damage, as far as F can tell. Where all else is equal this matters most for weights
-that every token passes, as BERT's token-type embeddings: a small share of v, and nearly all of the damage.
+Equal learning rates so do equal damage, as far as F can tell. It matters most for weights that every token passes, as
+BERT's token-type embeddings: they may hold half of v, and do nearly all of the damage.
 """
 
 from __future__ import annotations
@@ -160,11 +160,13 @@ def curvature_of(bench: Workbench, config: TextPredictionConfig, space: Paramete
 
 def whole_curvature(bench: Workbench, config: TextPredictionConfig, space: ParameterSpace) -> Tensor | None:
     """All of it on the host of rank 0; None on the other ranks, which all call this."""
-    own, parts = curvature_of(bench, config, space)
     comm = bench.comm
-    if not bench.spread.shards:
-        return own.cpu() if comm.is_first else None
+    if not (bench.spread.shards or comm.is_first):
+        return None  # without shards every rank would compute all of it for itself
+    own, parts = curvature_of(bench, config, space)
     own = own.cpu()
+    if not bench.spread.shards:
+        return own
     if not comm.is_first:
         if own.numel():
             comm.send(own, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -453,11 +453,7 @@ class TrainingLoop:
     def _remember_decoder(self, run: SeedRun, step: int) -> None:
         """Where the encoder is not evaluated, or not trained: once, at the end."""
         shares = self._measure_decoder(run)
-        for name, value in shares.items():
-            if name in CONSTANT_FIELDS:
-                run.stats[name] = value
-            else:
-                run.stats[name] = {step: value}
+        _keep_series(run, step, shares)
         if shares:
             self.tracking.row(run.seed, step, {n: shares[n] for n in DECODER_FIELDS if shares[n] is not None})
 
@@ -490,13 +486,7 @@ class TrainingLoop:
         run.stats["global_step"] = step
         run.stats["correlation"] = metrics["correlation"]
         run.stats["scores"][step] = metrics["correlation"]
-        for name, value in metrics.items():
-            if name == "correlation":
-                continue
-            if name in CONSTANT_FIELDS:
-                run.stats[name] = value
-            else:
-                run.stats.setdefault(name, {})[step] = value
+        _keep_series(run, step, {name: value for name, value in metrics.items() if name != "correlation"})
 
     def _compete(self, run: SeedRun, step: int, epoch: int, *, correlation: float) -> None:
         if step == 0 and not (self.args.behaviour.step_zero_competes or self.args.starts_trained):
@@ -678,6 +668,15 @@ def keeps_whole_items(
         count += len(args.trained_kinds) * args.spectral_items * args.max_seeds
     needed = 4 * gradients.base.largest_part * count
     return twice and gradients.base.in_rounds and needed <= gradients.store.budget_bytes
+
+
+def _keep_series(run: SeedRun, step: int, values: Mapping[str, Any]) -> None:
+    """By step, but for what is the same at every one."""
+    for name, value in values.items():
+        if name in CONSTANT_FIELDS:
+            run.stats[name] = value
+        else:
+            run.stats.setdefault(name, {})[step] = value
 
 
 def own_copies(callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:

@@ -52,6 +52,7 @@ class Workbench:
     """Memory for kept gradients, once a run has settled on it."""
     _gradients: GradientSource | None = None
     _items: ItemRows | None = None
+    _schedule: Schedule | None = None
     _evaluations: dict[tuple[Any, ...], EncoderEvaluation] = field(default_factory=dict)
 
     @classmethod
@@ -246,20 +247,24 @@ class Workbench:
         return self._items
 
     def schedule(self) -> Schedule:
-        """Which training rows make which gradient item."""
-        return make_schedule(
-            self.training_rows(),
-            self.args.train_batch_size,
-            seed=self.args.data_seed,
-            reference=self.args.behaviour.reference_data,
-        )
+        """Which training rows make which gradient item: the same for all seeds."""
+        if self._schedule is None:
+            self._schedule = make_schedule(
+                self.training_items().rows,
+                self.args.train_batch_size,
+                seed=self.args.data_seed,
+                reference=self.args.behaviour.reference_data,
+            )
+        return self._schedule
 
     def spectral_items(self, seed: int) -> tuple[list[Item], list[float]]:
         """The items of training that `seed` draws for a closed form, and the class that the encoder sees in each."""
-        schedule, rows = self.schedule(), self.training_items()
-        numbers = draw_items(schedule, rows.labels, self.args.spectral_items, seed)
-        labels = [self.args.seen_label(rows.labels[int(schedule.batches[number][0])]) for number in numbers]
-        return [rows.item(schedule.batches[number]) for number in numbers], labels
+        return self._drawn(self.schedule(), self.training_items(), self.args.spectral_items, seed)
+
+    def _drawn(self, schedule: Schedule, rows: ItemRows, count: int, seed: int) -> tuple[list[Item], list[float]]:
+        batches = [schedule.batches[number] for number in draw_items(schedule, rows.labels, count, seed)]
+        labels = [self.args.seen_label(rows.labels[int(batch[0])]) for batch in batches]
+        return [rows.item(batch) for batch in batches], labels
 
     def spectral_start(self, space: ParameterSpace, seed: int, *, whole_items: bool) -> SpectralStart:
         items, labels = self.spectral_items(seed)
@@ -275,10 +280,8 @@ class Workbench:
         fewest = min(int((rows["feature_class_id"] == direction).sum()) for direction in (0, 1))
         size = min(args.train_batch_size, max(1, fewest // ITEMS_OF_A_SIDE))
         schedule, table = make_schedule(rows, size, seed=args.data_seed), ItemRows(rows, self.objective)
-        sides = len(set(table.labels))
-        numbers = draw_items(schedule, table.labels, sides * ITEMS_OF_A_SIDE, args.data_seed)
-        items = [table.item(schedule.batches[number]) for number in numbers]
-        labels = [args.seen_label(table.labels[int(schedule.batches[number][0])]) for number in numbers]
+        count = ITEMS_OF_A_SIDE * len(set(table.labels))
+        items, labels = self._drawn(schedule, table, count, args.data_seed)
         source = None if args.supervised_decoder else args.source
         return HeldOut(self.gradients(space), items, labels, source, args.target)
 
@@ -313,6 +316,8 @@ class Workbench:
             spread.launch.engine != "zero"  # its ranks train on whole gradients, and prune by parts of them
             and 4 * base.largest_part * len(kinds) * len(items) <= self.store_bytes()
         )
+        if known is not None and not one_pass:
+            return known
         wide = GradientSource(base, GradientStore(self.store_bytes() if one_pass else 0))
         if one_pass:
             wide.prepare(items, kinds)
@@ -321,8 +326,6 @@ class Workbench:
             found = wide.get(item, kinds if one_pass else [config.source], keep=one_pass)[config.source]
             return found.clone() if one_pass else found
 
-        if known is not None and not one_pass:
-            return known
         if known is None:
             keep = pre_prune_by_items(base, gradient, items, labels, config, args.behaviour)
         else:

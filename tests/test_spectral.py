@@ -356,8 +356,8 @@ def test_run__without_a_step_converges_is_pruned_saved_and_promoted(
     assert len(trainer.get_model()) == 500
     evaluated = trainer.evaluate_encoder("test", neutral=False)
     assert evaluated["correlation"] > 0.9
-    seeds = [load_file(tmp_path / "model/model.safetensors")["encoder.0.linear.weight"]]
-    assert float(seeds[0].abs().max()) > 0
+    saved = load_file(tmp_path / "model/model.safetensors")
+    assert all(bool(tensor.any()) for tensor in saved.values())
 
 
 def test_run__seeds_draw_other_items_and_are_deterministic(
