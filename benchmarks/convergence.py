@@ -59,13 +59,24 @@ from torch import Tensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, demo  # noqa: E402
+from gradiend_dist.data.schedule import make_schedule  # noqa: E402
 from gradiend_dist.evaluation.selection import BASE, LMSThresholdPolicy  # noqa: E402
-from gradiend_dist.files import write_json  # noqa: E402
-from gradiend_dist.gradients import BaseGradients, Item  # noqa: E402
-from gradiend_dist.plots import BLUE, DARK, GREY, SKY, VERMILION, finish_axes, image_path, new_figure, write_figure  # noqa: E402
-from gradiend_dist.rewriting import flat_entries  # noqa: E402
-from gradiend_dist.schedule import make_schedule  # noqa: E402
+from gradiend_dist.gradients.base import BaseGradients  # noqa: E402
+from gradiend_dist.gradients.items import Item  # noqa: E402
+from gradiend_dist.report.plots import (
+    BLUE,
+    DARK,
+    GREY,
+    SKY,
+    VERMILION,
+    finish_axes,
+    image_path,
+    new_figure,
+    write_figure,
+)  # noqa: E402
+from gradiend_dist.rewriting.move import flat_entries  # noqa: E402
 from gradiend_dist.space import ParameterSpace  # noqa: E402
+from gradiend_dist.storage.files import write_json  # noqa: E402
 
 CLASSES = {"M": "he", "F": "she"}
 LEARNING_RATES = (1e-6, 1e-5, 1e-4, 1e-3)
@@ -151,8 +162,8 @@ class Case:
 
 
 def class_direction(trainer: TextPredictionTrainer, space: ParameterSpace) -> Tensor:
-    bench = trainer.workbench
-    base, rows, kind = bench.base_gradients(space), bench.training_items(), trainer.args.target
+    session = trainer.session
+    base, rows, kind = session.base_gradients(space), trainer.inputs.training_items(), trainer.args.target
     sums, counts = {-1: base.empty().zero_(), 1: base.empty().zero_()}, {-1: 0, 1: 0}
     scratch = {kind: base.empty()}
     for numbers in batches(trainer):
@@ -165,7 +176,7 @@ def class_direction(trainer: TextPredictionTrainer, space: ParameterSpace) -> Te
 def batches(trainer: TextPredictionTrainer) -> Sequence[Any]:
     """Row numbers of every training item."""
     args = trainer.args
-    return make_schedule(trainer.workbench.training_rows(), args.train_batch_size, seed=args.data_seed).batches
+    return make_schedule(trainer.inputs.training_rows(), args.train_batch_size, seed=args.data_seed).batches
 
 
 # Counting gradients
@@ -249,7 +260,7 @@ class Run:
 
 def run(case: Case, recipe: Recipe, seed: int, options: argparse.Namespace, directory: Path) -> Run:
     trainer = case.trainer(directory, seed, recipe, options.steps)
-    rows = trainer.workbench.training_items()
+    rows = trainer.inputs.training_items()
     computed = Computed({rows.item(numbers).key for numbers in batches(trainer)})
     start = time.perf_counter()
     with computed.watching():
@@ -323,7 +334,7 @@ def between(low: float, high: float) -> list[float]:
 
 def norm_of_weights(trainer: TextPredictionTrainer, space: ParameterSpace) -> float:
     """Of the base weights that are rewritten."""
-    parameters = dict(trainer.workbench.base_model.named_parameters())
+    parameters = dict(trainer.session.base_model.named_parameters())
     entries = (flat_entries(parameters[weight.name])[weight.flat_indices()] for weight in space.active())
     return math.hypot(*(values.norm().item() for values in entries))
 

@@ -107,7 +107,7 @@ def score_base_model(name: str, trainer: Any, model: Any) -> None:
     from gradiend_dist.evaluation.decoder import ModelScores
 
     asked = {"split": "validation", "max_rows": None, "max_texts": None, "batch_size": trainer.args.eval_batch_size}
-    ModelScores.prepare(trainer.workbench, trainer.config, **asked).measure()
+    ModelScores.prepare(trainer.session, trainer.config, **asked).measure()
 
 
 def floor_seconds(name: str, trainer: Any) -> float:
@@ -119,13 +119,13 @@ def floor_seconds(name: str, trainer: Any) -> float:
     from gradiend_dist.evaluation.decoder import ModelScores
 
     asked = {"split": "validation", "max_rows": None, "max_texts": None, "batch_size": trainer.args.eval_batch_size}
-    scores = ModelScores.prepare(trainer.workbench, trainer.config, **asked)
+    scores = ModelScores.prepare(trainer.session, trainer.config, **asked)
     inputs = [batch.inputs for questions in (scores._at_blanks, scores._in_texts) for batch in questions._batches]
     start = time.perf_counter()
     with torch.no_grad():
         for _ in range(3):
             for batch in inputs:
-                trainer.workbench.base_model.bert(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+                trainer.session.base_model.bert(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
     return (time.perf_counter() - start) / 3
 
 

@@ -34,13 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradiend_dist.comm import Comm
-from gradiend_dist.engines import GradiendBatch, StepOptions
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.fsdp import shard_model, shard_of
+from gradiend_dist.engines.base import GradiendBatch, StepOptions
 from gradiend_dist.engines.sliced import SlicedEngine
-from gradiend_dist.gradients import Collect
-from gradiend_dist.model import ParamMappedGradiendModel
-from gradiend_dist.reduction import Buckets, Reduced
-from gradiend_dist.sharding import shard_model, shard_of
+from gradiend_dist.gradients.base import Collect
+from gradiend_dist.gradients.buckets import Buckets, Reduced
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Part
 
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}

@@ -57,9 +57,9 @@ def measure(n: int, seconds: float) -> dict[str, Any]:
     """Build the engine that this process was launched for, step it for a while, and say what it took."""
     import torch
 
-    from gradiend_dist.engines import GradiendBatch
+    from gradiend_dist.distributed.launch import launched
+    from gradiend_dist.engines.base import GradiendBatch
     from gradiend_dist.space import Part
-    from gradiend_dist.spread import launched
 
     torch.set_num_threads(1)
     launch = launched(TIMEOUT)
@@ -95,11 +95,11 @@ def measure(n: int, seconds: float) -> dict[str, Any]:
 def make_engine(launch: Any, n: int, part: Any) -> Any:
     import torch
 
-    from gradiend_dist.devices import Placement
-    from gradiend_dist.engines import StepOptions
-    from gradiend_dist.model import ParamMappedGradiendModel
+    from gradiend_dist.distributed.devices import Placement
+    from gradiend_dist.engines.base import StepOptions
+    from gradiend_dist.engines.spread import Spread
+    from gradiend_dist.model.gradiend import ParamMappedGradiendModel
     from gradiend_dist.space import ParameterSpace
-    from gradiend_dist.spread import Spread
 
     device = torch.device("cpu")
     options = StepOptions("adamw", 1e-2, (0.9, 0.999), 1e-8, max_grad_norm=0.0, supervised=None)
@@ -112,7 +112,7 @@ def warm_up(launch: Any) -> None:
     """What is made once, at the first step of a process, belongs to no engine: libraries, threads, connections."""
     import torch
 
-    from gradiend_dist.engines import GradiendBatch
+    from gradiend_dist.engines.base import GradiendBatch
     from gradiend_dist.space import Part
 
     n, comm = 1000, launch.comm

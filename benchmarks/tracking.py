@@ -24,8 +24,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_ERRO
 import torch  # noqa: E402
 from fake_wandb import FakeWandb  # noqa: E402
 
-from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, demo, tracking  # noqa: E402
-from gradiend_dist.run_files import read_rows  # noqa: E402
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, demo  # noqa: E402
+from gradiend_dist.report.records import read_rows  # noqa: E402
+from gradiend_dist.tracking import tracking  # noqa: E402
 
 STEPS = 5000
 REPEATS = 2

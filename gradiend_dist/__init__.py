@@ -10,15 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _HOMES = {
-    "TrainingArguments": "arguments",
-    "PrePruneConfig": "arguments",
-    "PostPruneConfig": "arguments",
+    "TrainingArguments": "config.arguments",
+    "PrePruneConfig": "config.arguments",
+    "PostPruneConfig": "config.arguments",
     "TextPredictionTrainer": "trainer",
-    "TextPredictionConfig": "data",
-    "GradiendModel": "model",
-    "ParamMappedGradiendModel": "model",
-    "ModelWithGradiend": "model",
-    "create_model_with_gradiend": "model",
+    "TextPredictionConfig": "data.config",
+    "GradiendModel": "model.gradiend",
+    "ParamMappedGradiendModel": "model.gradiend",
+    "ModelWithGradiend": "model_with_gradiend",
+    "create_model_with_gradiend": "model_with_gradiend",
     "LMSThresholdPolicy": "evaluation.selection",
     "LMSTimesMetricPolicy": "evaluation.selection",
     "UserError": "errors",

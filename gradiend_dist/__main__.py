@@ -21,19 +21,19 @@ USAGE = """usage: gradiend-dist SUBCOMMAND ...
 
 
 def _train(argv: Sequence[str]) -> int:
-    from gradiend_dist.train import main
+    from gradiend_dist.commands.train import main
 
     return main(argv)
 
 
 def _evaluate(argv: Sequence[str]) -> int:
-    from gradiend_dist.evaluate import main
+    from gradiend_dist.commands.evaluate import main
 
     return main(argv)
 
 
 def _rewrite(argv: Sequence[str]) -> int:
-    from gradiend_dist.rewrite import main
+    from gradiend_dist.commands.rewrite import main
 
     return main(argv)
 
@@ -45,8 +45,8 @@ def _demo(argv: Sequence[str]) -> int:
 
 
 def _plan(argv: Sequence[str]) -> int:
+    from gradiend_dist.commands.plan import answer
     from gradiend_dist.errors import UserError
-    from gradiend_dist.plan import answer
 
     try:
         print(answer(argv))
@@ -57,19 +57,19 @@ def _plan(argv: Sequence[str]) -> int:
 
 
 def _submit(argv: Sequence[str]) -> int:
-    from gradiend_dist.submit import main
+    from gradiend_dist.commands.submit import main
 
     return main(argv)
 
 
 def _report(argv: Sequence[str]) -> int:
-    from gradiend_dist.page import main
+    from gradiend_dist.commands.report import main
 
     return main(argv)
 
 
 def _dashboard(argv: Sequence[str]) -> int:
-    from gradiend_dist.dashboard import main
+    from gradiend_dist.commands.dashboard import main
 
     return main(argv)
 

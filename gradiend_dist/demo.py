@@ -48,13 +48,19 @@ from gradiend_dist.errors import UserError
 logger = logging.getLogger(__name__)
 
 Kind = Literal["masked", "causal"]
+
 Part = Literal["pretraining", "train", "validation", "test"]
+
 Batch = dict[str, torch.Tensor]
 
 MASK = "[MASK]"
+
 MAX_POSITIONS = 256  # the reference package pads every row to 256 tokens and fails on shorter models
+
 END_OF_TEXT = "<|endoftext|>"
+
 SPLITS: tuple[Part, ...] = ("train", "validation", "test")
+
 TURNS: tuple[Part, ...] = ("train", "train", "train", "validation", "test")  # dealing subjects, endings and rows
 
 OPENERS = (
@@ -146,21 +152,30 @@ NEUTRALS = Family(
 )  # fmt: skip
 
 DATA_ROWS = 400
+
 NEUTRAL_ROWS = 300
+
 CORPUS_ROWS = {"pronouns": 1500, "reflexives": 500, "neutrals": 1500}  # sentences of each class for pre-training
 
 WORD_PIECES = ("him", "##self", "hers", "##el", "them", "##selves")
+
 BPE_VOCAB_SIZE = 1000
 
 NUM_HEADS = 4
+
 BATCH_SIZE = 32
+
 PRETRAIN_LEARNING_RATE = 3e-3
+
 # Enough to know the word, and no more: longer training makes the model only surer. Then the gradients of "he" and of
 # "she" no longer point opposite ways (masked: cosine about -0.7 at 500 steps, -0.2 at 800), and a GRADIEND that starts
 # from random weights often ends with both classes on one side.
 PRETRAIN_STEPS: dict[Kind, int] = {"masked": 500, "causal": 300}
+
 HIDE_TARGET = 0.8  # share of the rows in whose pre-training the target word is masked
+
 HIDE_ANY = 0.15  # share of the tokens masked in the other rows
+
 IGNORED = -100  # the label that no loss counts
 
 # The run that run.yaml describes.

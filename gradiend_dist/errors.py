@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."
+
+
 class UserError(ValueError):
     """A wrong input: one sentence that names the argument, its value and the remedy.
 

@@ -31,24 +31,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradiend_dist.engines.placed import CHUNK, CHUNK_ON_GPU
-from gradiend_dist.reconstruction import ITEMS_OF_A_SIDE
-from gradiend_dist.reduction import BUCKET, IN_FLIGHT
-from gradiend_dist.sketch import SKETCH
+from gradiend_dist.config.arguments import ITEMS_OF_A_SIDE
+from gradiend_dist.engines.sliced import CHUNK, CHUNK_ON_GPU
+from gradiend_dist.gradients.buckets import BUCKET, IN_FLIGHT
+from gradiend_dist.gradients.sketch import SKETCH
 
 # Defaults of DeepSpeed: numbers in one bucket of gradients, and gathered numbers above which stage 3 lets weights go
 # and gathers the decoder's a second time.
 DEEPSPEED_BUCKET = 500_000_000
+
 DEEPSPEED_MAX_LIVE = 1_000_000_000
+
 # Chunks that a step holds at once: the error, what is passed back, an outer product.
 CHUNKS_AT_ONCE = 3
+
 # What a CPU process needs beyond this at its first large step, whatever the engine and n: code that is loaded then, and
 # freed chunks that malloc keeps (measured: 2 to 8 MB).
 PROCESS_ON_CPU = 6_000_000
+
 # Per own entry of the whole space while `pruning.sum_of_sizes` works: one float32 vector on the device, and, where it
 # ranks by several items of a direction, their mean.
 PRE_PRUNE_BYTES = 4
+
 PRE_PRUNE_BYTES_BY_ITEMS = 8
+
 # Of each direction and of identities.
 HELD_OUT_ITEMS = 3 * ITEMS_OF_A_SIDE
 

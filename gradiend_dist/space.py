@@ -23,6 +23,7 @@ from gradiend_dist.errors import UserError
 
 # Selections are stored as masks where indices would take more than this many bytes per entry (the reference's rule).
 MASK_DENSITY = 0.8
+
 INT32_MAX = 2**31 - 1
 
 

@@ -12,30 +12,20 @@ from typing import Any
 import pandas as pd
 from transformers import TrainerCallback
 
-from gradiend_dist import cache, facts, seeds
-from gradiend_dist.arguments import (
-    PostPruneConfig,
-    PrePruneConfig,
-    TrainingArguments,
-    from_mapping,
-    require,
-    require_choice,
-)
-from gradiend_dist.checkpoint import (
-    TRAINING,
-    base_model_of,
-    check_replaceable,
-    is_model_directory,
-    read_context,
-    save_model,
-)
-from gradiend_dist.comm import Comm
-from gradiend_dist.data import FeatureData, TextPredictionConfig, load_feature_data
-from gradiend_dist.devices import placement_of
+from gradiend_dist.config.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments
+from gradiend_dist.config.checks import require, require_choice
+from gradiend_dist.config.mapping import from_mapping
+from gradiend_dist.data.config import TextPredictionConfig
+from gradiend_dist.data.schedule import cap_per_group, make_schedule
+from gradiend_dist.data.table import FeatureData, load_feature_data
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.devices import placement_of
+from gradiend_dist.distributed.interrupt import Interrupt
+from gradiend_dist.distributed.launch import launched
 from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.encoder_report import EncoderReport
 from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES, LEARNING_RATES, DecoderGrid, GridOptions
-from gradiend_dist.evaluation.report import EncoderReport
 from gradiend_dist.evaluation.rewritten import chosen_point, rewritten_model
 from gradiend_dist.evaluation.selection import (
     WEAKEN,
@@ -47,15 +37,24 @@ from gradiend_dist.evaluation.selection import (
     strengthening_factor,
     summarize,
 )
-from gradiend_dist.files import read_json
-from gradiend_dist.interrupt import Interrupt
-from gradiend_dist.model import ModelWithGradiend
-from gradiend_dist.pruning import post_prune
-from gradiend_dist.rewriting import SCALINGS, as_dtype, check_output
-from gradiend_dist.schedule import cap_per_group, make_schedule
-from gradiend_dist.seed_training import Places, SeedTraining
-from gradiend_dist.spread import launched
-from gradiend_dist.workbench import Workbench
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.rewriting.card import as_dtype, check_output
+from gradiend_dist.rewriting.move import SCALINGS
+from gradiend_dist.session import Session
+from gradiend_dist.storage import provenance
+from gradiend_dist.storage.files import read_json
+from gradiend_dist.storage.fingerprint import reusable, training_fingerprint
+from gradiend_dist.storage.layout import SEED_REPORT, TRAINING
+from gradiend_dist.storage.model_dir import (
+    base_model_of,
+    check_replaceable,
+    is_model_directory,
+    read_context,
+)
+from gradiend_dist.training import seeds
+from gradiend_dist.training.inputs import TrainingInputs
+from gradiend_dist.training.pruning import post_prune
+from gradiend_dist.training.seed_training import Places, SeedTraining
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,8 @@ class TextPredictionTrainer:
             config = dataclasses.replace(config, **given)
         self.config = self._joined_config(config)
         self._data: FeatureData | None = None
-        self._workbench: Workbench | None = None
+        self._session: Session | None = None
+        self._inputs: TrainingInputs | None = None
         self._trained: ModelWithGradiend | None = None
         self._temporary: Path | None = None
         self._has_trained = False
@@ -195,15 +195,22 @@ class TextPredictionTrainer:
         return self.data.all_classes
 
     @property
-    def workbench(self) -> Workbench:
+    def session(self) -> Session:
         """Base model, tokenizer and gradients, loaded once."""
-        if self._workbench is None:
+        if self._session is None:
             cache_dir = self._root() / "cache" / "gradients" if self.args.use_cached_gradients else None
             model = self.model
             if isinstance(model, str) and is_model_directory(model):
                 model = ModelWithGradiend.from_pretrained(model)
-            self._workbench = Workbench.open(self.args, self.data, model, cache_dir)
-        return self._workbench
+            self._session = Session.open(self.args, self.data, model, cache_dir)
+        return self._session
+
+    @property
+    def inputs(self) -> TrainingInputs:
+        """What training takes from the session."""
+        if self._inputs is None:
+            self._inputs = TrainingInputs(self.session)
+        return self._inputs
 
     # --- training
 
@@ -221,13 +228,13 @@ class TextPredictionTrainer:
             self._override(overrides)
         self.check()
         self._trained = None
-        wanted = cache.fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
+        wanted = training_fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
         path = self.model_path
-        if self.comm.first(f"looking at {path}", lambda: cache.reusable(path, wanted, self.args.reuses)):
+        if self.comm.first(f"looking at {path}", lambda: reusable(path, wanted, self.args.reuses)):
             logger.info("%s is reused: it was trained with the same arguments, model and data", path)
             self._has_trained = True
             return self
-        training = SeedTraining(self.args, self.workbench, self.places, wanted, callbacks, self.interrupt, self._facts)
+        training = SeedTraining(self.args, self.inputs, self.places, wanted, callbacks, self.interrupt, self._facts)
         results = training.run()
         if self.args.only_seed is None:
             self._has_trained = True
@@ -243,10 +250,10 @@ class TextPredictionTrainer:
             **self.args.to_dict(),
             "model": self.base_model_name,
             "target_classes": list(self.target_classes),
-            "versions": facts.versions(),
-            "git": facts.git_hash(),
-            "hardware": facts.hardware(),
-            **facts.job(),
+            "versions": provenance.versions(),
+            "git": provenance.git_hash(),
+            "hardware": provenance.hardware(),
+            **provenance.job(),
         }
 
     def check(self) -> None:
@@ -272,7 +279,7 @@ class TextPredictionTrainer:
             if one in overrides:
                 overrides.setdefault(other, overrides[one])
         self.args = dataclasses.replace(self.args, **overrides)
-        self._data = self._workbench = None
+        self._data = self._session = self._inputs = None
 
     # --- results
 
@@ -287,27 +294,27 @@ class TextPredictionTrainer:
             return self.model
         for path in (self.model_path, self.model):
             if isinstance(path, str | Path) and is_model_directory(path):
-                return self.workbench.load(Path(path))
-        return self.workbench.new_model(self.workbench.space, self.args.first_seed)
+                return self.session.load(Path(path))
+        return self.session.new_model(self.session.space, self.args.first_seed)
 
     def load_model(self, load_directory: str | Path) -> ModelWithGradiend:
         """A saved model over the trainer's base model."""
-        return self.workbench.load(Path(load_directory))
+        return self.session.load(Path(load_directory))
 
     def pre_prune(self, config: PrePruneConfig | None = None, *, inplace: bool = True) -> ModelWithGradiend:
         """Prune the untrained model now; with `inplace` the next `train()` uses the pruned space."""
         config = config or self.args.pre_prune_config
         if config is None:
             raise UserError("pre_prune() has no configuration: pass one, or set pre_prune_config.")
-        bench = self.workbench
-        by_items = bench.prunes_by_items(config)
-        space = bench.pruned_by_items(config) if by_items else bench.pre_pruned(config, self.args.data_seed)
-        model = self.workbench.new_model(space, self.args.first_seed)
+        inputs = self.inputs
+        by_items = inputs.prunes_by_items(config)
+        space = inputs.pruned_by_items(config) if by_items else inputs.pre_pruned(config, self.args.data_seed)
+        model = self.session.new_model(space, self.args.first_seed)
         if inplace:
             self.model = self._trained = model
-            self.workbench.space = space
+            self.session.space = space
             self.args = dataclasses.replace(self.args, pre_prune_config=None)
-            self.workbench.args = self.args
+            self.session.args = self.args
         return model
 
     def post_prune(self, config: PostPruneConfig | None = None) -> ModelWithGradiend:
@@ -317,10 +324,10 @@ class TextPredictionTrainer:
             raise UserError("post_prune() has no configuration: pass one, or set post_prune_config.")
         if not is_model_directory(self.model_path):
             raise UserError(f"post_prune() finds no trained model at {self.model_path}: call train() first.")
-        model = self.workbench.load(self.model_path)
+        model = self.session.load(self.model_path)
         record = read_json(self.model_path / TRAINING)
         post_prune(model, config, self.comm)
-        save_model(model, self.model_path, training=record, comm=self.comm)
+        model.save_pretrained(self.model_path, training=record, comm=self.comm)
         self._trained = model
         return model
 
@@ -331,7 +338,7 @@ class TextPredictionTrainer:
         return record
 
     def get_seed_report(self) -> dict[str, Any]:
-        report: dict[str, Any] = read_json(self.seed_runs_dir / seeds.REPORT)
+        report: dict[str, Any] = read_json(self.seed_runs_dir / SEED_REPORT)
         return report
 
     def evaluate_encoder(
@@ -352,7 +359,7 @@ class TextPredictionTrainer:
         """
         require(plot or not plot_options, f"evaluate_encoder(): {', '.join(plot_options)} is not a known argument.")
         report = EncoderReport(
-            self.workbench,
+            self.session,
             self.get_model(),
             split=split,
             max_size=max_size or self.args.encoder_eval_max_size,
@@ -438,7 +445,7 @@ class TextPredictionTrainer:
             training_like_df=training_like_df,
             neutral_df=neutral_df,
         )
-        grid = DecoderGrid(self.workbench, model, self.config, options, saved_at=self.saved_at())
+        grid = DecoderGrid(self.session, model, self.config, options, saved_at=self.saved_at())
         use_cache = bool(args.use_cache) if use_cache is None else use_cache
         results = grid.results(self.experiment_dir, use_cache=use_cache)
         policy = selector or default_policy(scaling)
@@ -549,7 +556,7 @@ class TextPredictionTrainer:
         img_format: str | None = None,
     ) -> Path:
         """Draw the encodings of each class, of each split that `encoder_df` has, and of neutral texts."""
-        from gradiend_dist.evaluation.figures import plot_encoder_distributions
+        from gradiend_dist.report.figures import plot_encoder_distributions
 
         if encoder_df is None:
             encoder_df = self.evaluate_encoder(split, return_df=True)["encoder_df"]
@@ -577,7 +584,7 @@ class TextPredictionTrainer:
         img_format: str | None = None,
     ) -> Path:
         """Draw the classes' probabilities and the language-model score over the grid, with the selected points."""
-        from gradiend_dist.evaluation.figures import plot_probability_shifts
+        from gradiend_dist.report.figures import plot_probability_shifts
 
         results = decoder_results or self.evaluate_decoder(use_cache=True)
         of_decoder = all(entry.get("part") == "decoder" for name, entry in results.items() if name in self.all_classes)
@@ -615,7 +622,7 @@ class TextPredictionTrainer:
 
         `show` opens a window or notebook cell as well, where there is a display, and does not wait for it.
         """
-        from gradiend_dist.plots import plot_training_convergence
+        from gradiend_dist.report.plots import plot_training_convergence
 
         img_format = img_format or self.config.img_format
         output = output or self._root() / f"training_convergence.{img_format}"

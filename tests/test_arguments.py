@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from gradiend_dist import PostPruneConfig, PrePruneConfig, TrainingArguments, UserError
-from gradiend_dist.arguments import NOT_SUPPORTED, from_mapping, unknown_key
-from gradiend_dist.compat import CORRECTED, REFERENCE
-from gradiend_dist.files import jsonable
-from gradiend_dist.typecheck import describe, fits
+from gradiend_dist.config.checks import describe, fits
+from gradiend_dist.config.compat import CORRECTED, REFERENCE
+from gradiend_dist.config.mapping import NOT_SUPPORTED, from_mapping, unknown_key
+from gradiend_dist.storage.files import jsonable
 
 # --- defaults
 

@@ -12,10 +12,10 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from gradiend_dist import checkpoint
-from gradiend_dist.checkpoint import is_model_directory, load_gradiend, save_model
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import ModelWithGradiend, create_model_with_gradiend
+from gradiend_dist.model_with_gradiend import ModelWithGradiend, create_model_with_gradiend
+from gradiend_dist.storage import model_dir as checkpoint
+from gradiend_dist.storage.model_dir import is_model_directory, load_gradiend, save_model
 
 TEXT = "the man said [MASK] left"
 

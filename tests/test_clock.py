@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gradiend_dist import clock as clock_module
-from gradiend_dist.clock import SECTIONS, Clock
-from gradiend_dist.comm import Comm
+from gradiend_dist.distributed import clock as clock_module
+from gradiend_dist.distributed.clock import SECTIONS, Clock
+from gradiend_dist.distributed.comm import Comm
 
 
 class Time:

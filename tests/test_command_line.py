@@ -16,10 +16,11 @@ import transformers
 import yaml
 
 import gradiend_dist
-from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, __main__, train
-from gradiend_dist.arguments import PostPruneConfig
-from gradiend_dist.command_line import PYTHON_ONLY
-from gradiend_dist.data import TextPredictionConfig
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, __main__
+from gradiend_dist.commands import train
+from gradiend_dist.commands.flags import PYTHON_ONLY
+from gradiend_dist.config.arguments import PostPruneConfig
+from gradiend_dist.data.config import TextPredictionConfig
 
 # Every flag of the training command. A new one is a promise to users: add it here, and to the documentation.
 FLAGS = """

@@ -9,11 +9,13 @@ import pytest
 import tiny
 import torch
 
-from gradiend_dist import TextPredictionTrainer, TrainingArguments, UserError, rewriting
-from gradiend_dist.comm import Comm
-from gradiend_dist.curvature import NUM_TEXTS, ByCurvature, CurvatureTexts, curvature_of, scaling_in_place
-from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel
-from gradiend_dist.rewriting import ByTensor, InPlace, VectorsInMemory, direction, rewrite, scaled_direction
+from gradiend_dist import TextPredictionTrainer, TrainingArguments, UserError
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.evaluation.curvature import NUM_TEXTS, ByCurvature, CurvatureTexts, curvature_of, scaling_in_place
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.rewriting import move as rewriting
+from gradiend_dist.rewriting.move import ByTensor, InPlace, VectorsInMemory, direction, rewrite, scaled_direction
 from gradiend_dist.space import ParameterSpace
 
 WORDS = {"M": "he", "F": "she"}
@@ -53,8 +55,8 @@ def selected(model: ModelWithGradiend, tensors: dict[str, torch.Tensor]) -> torc
 
 def dense_curvature(trainer: TextPredictionTrainer, model: ModelWithGradiend) -> torch.Tensor:
     """Each text by itself: the mean loss over what is asked for, one forward pass for each reading, autograd."""
-    bench, total = trainer.workbench, 0.0
-    items = CurvatureTexts.draw(bench, trainer.config).items(bench)
+    session, total = trainer.session, 0.0
+    items = CurvatureTexts.draw(session, trainer.config).items(session)
     for item in items:
         model.base_model.zero_grad()
         losses = []
@@ -95,7 +97,7 @@ def test_scaled_direction__is_the_dense_one(family, keep, scaling, monkeypatch):
     space, vectors = model.gradiend.space, VectorsInMemory(model.gradiend)
     before = {name: p.detach().clone() for name, p in model.base_model.named_parameters()}
     expected = {factor: dense(trainer, model, scaling, factor) for factor in (1.0, -0.3)}
-    by = scaling_in_place(scaling, trainer.workbench, trainer.config, space)
+    by = scaling_in_place(scaling, trainer.session, trainer.config, space)
     with InPlace(model.base_model, space.active(), vectors, by) as moved:
         for rate, factor in ((0.5, 1.0), (2.0, -0.3), (0.1, 1.0)):
             moved.move(rate, factor)
@@ -123,7 +125,7 @@ def test_constants__keep_the_length_or_the_damage(keep):
     trainer = trainer_of(model)
     v = model.rewrite_vector(-1.0)
     assert model.rewrite_vector(-1.0, scaling="tensor").norm() == pytest.approx(float(v.norm()), rel=1e-5)
-    curvature, (part,) = curvature_of(trainer.workbench, trainer.config, model.gradiend.space)
+    curvature, (part,) = curvature_of(trainer.session, trainer.config, model.gradiend.space)
     assert part.is_whole
     torch.testing.assert_close(curvature.double(), dense_curvature(trainer, model), rtol=1e-3, atol=1e-9)
     weights, vectors = model.gradiend.space.active(), VectorsInMemory(model.gradiend)
@@ -211,10 +213,10 @@ def test_texts__are_drawn_from_the_neutral_ones_and_never_scored(monkeypatch):
 
     model = model_of("bert", 60)
     trainer = trainer_of(model, 20)
-    drawn = CurvatureTexts.draw(trainer.workbench, trainer.config)
+    drawn = CurvatureTexts.draw(trainer.session, trainer.config)
     neutral = set(trainer.data.neutral["text"])
     assert len(drawn.texts) == 8 and set(drawn.texts) < neutral
-    assert drawn == CurvatureTexts.draw(trainer.workbench, trainer.config), "the same at every call"
+    assert drawn == CurvatureTexts.draw(trainer.session, trainer.config), "the same at every call"
     scored: list[list[str]] = []
     plain = grid.ModelScores.measure
     monkeypatch.setattr(grid.ModelScores, "measure", lambda self: scored.append(self.texts) or plain(self))
@@ -228,13 +230,13 @@ def test_texts__are_drawn_from_the_neutral_ones_and_never_scored(monkeypatch):
 
 def test_texts__without_neutral_ones_are_rows_of_training_with_their_words():
     trainer = trainer_of(model_of("bert", 60), None)
-    drawn = CurvatureTexts.draw(trainer.workbench, trainer.config)
+    drawn = CurvatureTexts.draw(trainer.session, trainer.config)
     rows = trainer.data.rows("train")
     filled = {text.replace("[MASK]", word) for text, word in zip(rows["masked"], rows["factual"], strict=True)}
     assert len(drawn.texts) == 8 and set(drawn.texts) <= filled
     assert drawn.ignored == ("he", "she"), "they are about the feature"
-    asked = {label for item in drawn.items(trainer.workbench) for row in item.rows for label in row.factual.labels}
-    tokenizer = trainer.workbench.tokenizer
+    asked = {label for item in drawn.items(trainer.session) for row in item.rows for label in row.factual.labels}
+    tokenizer = trainer.session.tokenizer
     assert not asked & set(tokenizer("he she", add_special_tokens=False)["input_ids"])
 
 
@@ -242,7 +244,7 @@ def test_texts__without_neutral_ones_are_rows_of_training_with_their_words():
 def test_texts__are_at_most_half_and_at_least_two(neutral, count):
     trainer = trainer_of(model_of("bert", 60), neutral)
     if count >= 2:
-        assert len(CurvatureTexts.draw(trainer.workbench, trainer.config).texts) == count
+        assert len(CurvatureTexts.draw(trainer.session, trainer.config).texts) == count
         return
     with pytest.raises(UserError, match=r"finds 1 neutral texts .* eval_neutral_data, or scaling=tensor"):
         trainer.evaluate_decoder(lrs=[0.1], scaling="curvature")

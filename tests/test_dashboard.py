@@ -25,8 +25,9 @@ from wandb_workspaces.reports.v2.interface import LinePlot
 from wandb_workspaces.workspaces import Workspace
 from wandb_workspaces.workspaces.internal import View
 
-from gradiend_dist import dashboard, health
-from gradiend_dist.dashboard import main
+from gradiend_dist.commands.dashboard import main
+from gradiend_dist.tracking import workspace as dashboard
+from gradiend_dist.training import monitor as health
 
 # Where each series of metrics.jsonl is drawn over the steps, by (section, panel).
 SPEED = "Speed and memory"

@@ -12,15 +12,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gradiend_dist import TextPredictionTrainer, demo, readers
-from gradiend_dist.data import (
-    FeatureData,
-    TextPredictionConfig,
-    _cased,
-    _reference_cased,
-    load_feature_data,
-    read_neutral,
-)
+from gradiend_dist import TextPredictionTrainer, demo
+from gradiend_dist.data import readers
+from gradiend_dist.data.config import TextPredictionConfig
+from gradiend_dist.data.readers import read_neutral
+from gradiend_dist.data.table import FeatureData, _cased, _reference_cased, load_feature_data
 from gradiend_dist.errors import UserError
 
 SPLITS = ["train", "train", "train", "val", "test"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradiend_dist.devices import gpu_utilisation, peak_memory, place
+from gradiend_dist.distributed.devices import gpu_utilisation, peak_memory, place
 from gradiend_dist.errors import UserError
 
 TABLE = {

@@ -11,7 +11,8 @@ import torch
 import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from gradiend_dist import __main__, demo, evaluate, rewrite, train
+from gradiend_dist import __main__, demo
+from gradiend_dist.commands import evaluate, rewrite, train
 
 QUICK = ["--lrs", "0.5", "0.05", "--max_size", "20"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradiend_dist import facts
+from gradiend_dist.storage import provenance as facts
 
 ENVIRONMENT = {
     "WANDB_API_KEY": "0123456789abcdef0123",

@@ -12,7 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from gradiend_dist.errors import UserError
-from gradiend_dist.files import jsonable, new_directory, read_json, write_json, write_text
+from gradiend_dist.storage.files import jsonable, new_directory, read_json, write_json, write_text
 
 
 def content(path: Path) -> dict[str, str]:

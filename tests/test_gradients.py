@@ -15,17 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradiend_dist import gradients
 from gradiend_dist.errors import UserError
-from gradiend_dist.gradients import (
-    BaseGradients,
-    GradientSource,
-    GradientStore,
-    Item,
-    ItemRows,
-    store_directory,
-)
-from gradiend_dist.objectives import CausalObjective, Cloze, ClozeRow, MaskedObjective, Objective
+from gradiend_dist.gradients import base as gradients
+from gradiend_dist.gradients.base import BaseGradients
+from gradiend_dist.gradients.cloze import CausalObjective, Cloze, ClozeRow, MaskedObjective, Objective
+from gradiend_dist.gradients.items import Item, ItemRows
+from gradiend_dist.gradients.store import GradientSource, GradientStore, store_directory
 from gradiend_dist.space import ParameterSpace
 
 KINDS = ["factual", "alternative", "diff"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradiend_dist.health import History, signals
+from gradiend_dist.training.monitor import History, signals
 
 
 def history(**changes: Any) -> History:

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from fake_wandb import FakeWandb
 
-from gradiend_dist import UserError, submit
+from gradiend_dist import UserError
+from gradiend_dist.commands import submit
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"

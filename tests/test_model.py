@@ -13,15 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import (
-    GradiendModel,
-    ModelWithGradiend,
-    ParamMappedGradiendModel,
-    count_to_keep,
-    create_model_with_gradiend,
-    load_base_model,
-    select_entries_to_keep,
-)
+from gradiend_dist.model.base import load_base_model
+from gradiend_dist.model.entries import count_to_keep, select_entries_to_keep
+from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
+from gradiend_dist.model_with_gradiend import ModelWithGradiend, create_model_with_gradiend
 from gradiend_dist.space import ParameterSpace
 
 PARTS = ["encoder-weight", "decoder-weight", "decoder-bias", "decoder-sum"]

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 
 from gradiend_dist.errors import UserError
-from gradiend_dist.objectives import (
+from gradiend_dist.gradients.cloze import (
     CausalObjective,
     Cloze,
     ClozeBatch,
@@ -19,8 +19,8 @@ from gradiend_dist.objectives import (
     LogitsAt,
     MaskedObjective,
     choose_objective,
-    longest_input,
 )
+from gradiend_dist.model.base import longest_input
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,11 @@ import browser
 import pytest
 import yaml
 
-from gradiend_dist import __main__, charts, page, run_files
+from gradiend_dist import __main__
 from gradiend_dist.errors import UserError
+from gradiend_dist.report import charts
+from gradiend_dist.report import html as page
+from gradiend_dist.report import records as run_files
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\ud800"
 SECTIONS = ["convergence", "encodings", "seeds", "rewriting", "pruning", "speed", "health", "configuration"]

@@ -12,11 +12,12 @@ import torch
 from transformers import LlamaConfig
 
 from gradiend_dist.__main__ import main
-from gradiend_dist.comm import Comm
-from gradiend_dist.devices import place
-from gradiend_dist.engines import StepOptions
-from gradiend_dist.engines.placed import PlacedEngine
-from gradiend_dist.engines.sliced import SlicedEngine
+from gradiend_dist.commands.plan import base_of, needs_of, skeleton_of
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.devices import place
+from gradiend_dist.engines.base import StepOptions
+from gradiend_dist.engines.sliced import PlacedEngine, SlicedEngine
+from gradiend_dist.gradients.buckets import Buckets
 from gradiend_dist.memory import (
     DEEPSPEED_BUCKET,
     DEEPSPEED_MAX_LIVE,
@@ -35,9 +36,7 @@ from gradiend_dist.memory import (
     zero,
 )
 from gradiend_dist.memory import Run as PlannedRun
-from gradiend_dist.model import ParamMappedGradiendModel
-from gradiend_dist.plan import base_of, needs_of, skeleton_of
-from gradiend_dist.reduction import Buckets
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Part
 
 OPTIONS = StepOptions("adamw", 1e-2, (0.9, 0.999), 1e-8, max_grad_norm=0.0, supervised=None)

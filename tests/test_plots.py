@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gradiend_dist import plots
 from gradiend_dist.errors import UserError
+from gradiend_dist.report import plots
 
 pytest.importorskip("matplotlib")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments
-from gradiend_dist.compat import CORRECTED, REFERENCE
+from gradiend_dist.config.compat import CORRECTED, REFERENCE
 from gradiend_dist.demo import reflexive_data
-from gradiend_dist.gradients import ItemRows
-from gradiend_dist.pruning import pre_prune, sample_positions, sum_of_sizes
+from gradiend_dist.gradients.items import ItemRows
+from gradiend_dist.training.pruning import pre_prune, sample_positions, sum_of_sizes
 
 
 def trainer_for(model: Path, frames: Any, **options: Any) -> TextPredictionTrainer:
@@ -31,20 +31,20 @@ def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
     """Fails if rows with more pieces weigh more, if directions cancel, or if the sign is dropped within one."""
     frames = feature_frames if words == "single" else reflexive_data()
     trainer = trainer_for(masked_lm, frames, base_micro_batch_size=3)
-    bench = trainer.workbench
-    rows = bench.training_rows()
+    session = trainer.session
+    rows = trainer.inputs.training_rows()
     config = PrePruneConfig(n_samples=7, topk=0.013, source=source, seed=5)
-    base = bench.base_gradients(bench.space)
+    base = session.base_gradients(session.space)
     kept = pre_prune(base, rows, config, seed=0, behaviour=CORRECTED)
-    items = ItemRows(rows, bench.objective)
-    sums = torch.zeros(2, bench.space.size, dtype=torch.float64)
+    items = ItemRows(rows, session.objective)
+    sums = torch.zeros(2, session.space.size, dtype=torch.float64)
     positions = sample_positions(rows, 7, 5, by_row_number=False)
     for position in positions:
         sums[rows["feature_class_id"][position]] += base.compute(items.item([position]), [source])[source].double()
     counts = rows["feature_class_id"][positions].value_counts()
     mean = sums[0].abs() / counts[0] + sums[1].abs() / counts[1]
     expected = torch.topk(mean.abs(), len(kept)).indices.sort().values
-    assert len(kept) == -(-bench.space.size * 13 // 1000)
+    assert len(kept) == -(-session.space.size * 13 // 1000)
     differing = set(kept.tolist()) ^ set(expected.tolist())
     # Only entries that are as large as the smallest kept one, up to rounding, may change places.
     edge = mean.abs()[expected].min()
@@ -52,9 +52,9 @@ def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
 
 
 def test_pre_prune__threshold_then_topk(masked_lm: Path, feature_frames: Any) -> None:
-    bench = trainer_for(masked_lm, feature_frames).workbench
-    rows = bench.training_rows()
-    base, items = bench.base_gradients(bench.space), ItemRows(rows, bench.objective)
+    trainer = trainer_for(masked_lm, feature_frames)
+    session, rows = trainer.session, trainer.inputs.training_rows()
+    base, items = session.base_gradients(session.space), ItemRows(rows, session.objective)
     positions = sample_positions(rows, 4, 1, by_row_number=False)
     groups = [[p for p in positions if rows["feature_class_id"][p] == direction] for direction in (0, 1)]
     groups = [[items.item(group, per_row_mean=True)] for group in groups]
@@ -71,9 +71,9 @@ def test_pre_prune__keeps_what_the_feature_moves(masked_lm: Path, feature_frames
 
     With source=diff the reference's mean over both directions cancels it, and keeps less of the direction.
     """
-    bench = trainer_for(masked_lm, feature_frames).workbench
-    rows = bench.training_rows()
-    base, items = bench.base_gradients(bench.space), ItemRows(rows, bench.objective)
+    trainer = trainer_for(masked_lm, feature_frames)
+    session, rows = trainer.session, trainer.inputs.training_rows()
+    base, items = session.base_gradients(session.space), ItemRows(rows, session.objective)
     sides = [rows.index[rows["feature_class_id"] == direction].tolist() for direction in (0, 1)]
     means = [base.compute(items.item(side), ["diff"])["diff"].clone() for side in sides]
     direction = (means[0] - means[1]).square()
@@ -109,7 +109,7 @@ def test_sample__of_the_reference_takes_row_numbers_as_places() -> None:
 
 
 def test_count__is_exact_beyond_float32() -> None:
-    from gradiend_dist.model import count_to_keep
+    from gradiend_dist.model.entries import count_to_keep
 
     assert CORRECTED.topk_in_float32 is False and REFERENCE.topk_in_float32 is True
     assert count_to_keep(1.0, 16_777_217) == 16_777_217
@@ -118,9 +118,9 @@ def test_count__is_exact_beyond_float32() -> None:
 
 def test_after_pre_pruning__only_selected_weights_are_differentiated(masked_lm: Path, feature_frames: Any) -> None:
     trainer = trainer_for(masked_lm, feature_frames, params=["*.layer.1.*"])
-    bench = trainer.workbench
-    space = bench.pre_pruned(PrePruneConfig(n_samples=4, topk=5, source="diff"), seed=0)
+    session = trainer.session
+    space = trainer.inputs.pre_pruned(PrePruneConfig(n_samples=4, topk=5, source="diff"), seed=0)
     names = {weight.name for weight in space.active()}
     assert 0 < len(names) <= 5 and all(".layer.1." in name for name in names)
-    base = bench.base_gradients(space)
+    base = session.base_gradients(space)
     assert {weight.name for weight, _, _ in base.weights} == names

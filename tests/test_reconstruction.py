@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
-from gradiend_dist.comm import Comm
-from gradiend_dist.gradients import Item
-from gradiend_dist.model import GradiendModel
-from gradiend_dist.reconstruction import HeldOut, out_of_reach
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.evaluation.explained import HeldOut, out_of_reach
+from gradiend_dist.gradients.items import Item
+from gradiend_dist.model.gradiend import GradiendModel
 from gradiend_dist.space import Part
 
 N = 211
@@ -141,8 +141,8 @@ def test_items__are_of_the_validation_split_and_enough(masked_lm: Path, feature_
     """With few rows items are smaller, so that there are several of each direction."""
     few = {name: frame.groupby("split").head(9) for name, frame in feature_frames.items()}
     for frames, size in ((feature_frames, 8), (few, 2)):
-        found = make(masked_lm, frames, tmp_path, pre_prune_config=None).workbench
-        measured = found.held_out(found.space)
+        found = make(masked_lm, frames, tmp_path, pre_prune_config=None).inputs
+        measured = found.held_out(found.session.space)
         assert measured is not None
         assert [int((measured.labels == side).sum()) for side in (1, -1)] == [4, 4]
         assert max(len(item.rows) for item in measured.items) <= size

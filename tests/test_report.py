@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradiend_dist import report
+from gradiend_dist.commands import summary as report
 
 
 def record(

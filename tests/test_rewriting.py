@@ -10,12 +10,14 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from gradiend_dist import rewriting
-from gradiend_dist.checkpoint import WEIGHTS, save_model
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel
-from gradiend_dist.rewriting import InPlace, VectorsInFile, VectorsInMemory, direction
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.rewriting import move as rewriting
+from gradiend_dist.rewriting.move import InPlace, VectorsInFile, VectorsInMemory, direction
 from gradiend_dist.space import ParameterSpace
+from gradiend_dist.storage.layout import WEIGHTS
+from gradiend_dist.storage.model_dir import save_model
 
 
 def model_of(family: str = "bert", keep: int | None = None, dtype=torch.float32, **options) -> ModelWithGradiend:

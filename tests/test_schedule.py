@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from gradiend_dist.data.schedule import cap_per_group, make_schedule
 from gradiend_dist.errors import UserError
-from gradiend_dist.schedule import cap_per_group, make_schedule
 
 
 def rows(*sizes: int) -> pd.DataFrame:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from test_state import Crash, CrashAt, arguments
 
-from gradiend_dist import TextPredictionTrainer, UserError, train
-from gradiend_dist.run_files import read_rows
+from gradiend_dist import TextPredictionTrainer, UserError
+from gradiend_dist.commands import train
+from gradiend_dist.report.records import read_rows
 
 CHANGING = ("time", "seconds", "per_second", "memory_gib")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gradiend_dist import TrainingArguments, UserError, seeds
-from gradiend_dist.seeds import SeedResult
+from gradiend_dist import TrainingArguments, UserError
+from gradiend_dist.training import seeds
+from gradiend_dist.training.seeds import SeedResult
 
 
 def record(

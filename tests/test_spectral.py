@@ -14,17 +14,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, sketch
-from gradiend_dist.comm import Comm
-from gradiend_dist.engines import GradiendBatch, StepOptions
-from gradiend_dist.engines.placed import PlacedEngine
-from gradiend_dist.gradients import BaseGradients, Item
-from gradiend_dist.loop import Best, TrainingLoop
-from gradiend_dist.model import GradiendModel, ParamMappedGradiendModel
-from gradiend_dist.schedule import make_schedule
-from gradiend_dist.sketch import Sketch
+from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
+from gradiend_dist.data.schedule import make_schedule
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.engines.base import GradiendBatch, StepOptions
+from gradiend_dist.engines.sliced import PlacedEngine
+from gradiend_dist.gradients import sketch
+from gradiend_dist.gradients.base import BaseGradients
+from gradiend_dist.gradients.items import Item
+from gradiend_dist.gradients.sketch import Sketch
+from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Part
-from gradiend_dist.spectral import SpectralStart, draw_items, solve, warnings
+from gradiend_dist.training.history import Best
+from gradiend_dist.training.loop import TrainingLoop
+from gradiend_dist.training.spectral import SpectralStart, draw_items, solve, warnings
 
 N = 301
 PRUNE = PrePruneConfig(n_samples=8, topk=0.05, source="diff")
@@ -373,9 +376,9 @@ def test_run__seeds_draw_other_items_and_are_deterministic(
 
 def dense_of(trainer: TextPredictionTrainer, space: ParameterSpace, entries: Any = slice(None)) -> tuple[Tensor, ...]:
     """From gradients of the whole space, of which `entries` are looked at."""
-    bench = trainer.workbench
-    items, labels = bench.spectral_items(0)
-    base = bench.base_gradients(space)
+    session = trainer.session
+    items, labels = trainer.inputs.spectral_items(0)
+    base = session.base_gradients(space)
     vectors = [base.compute(item, trainer.args.trained_kinds) for item in items]
     sources, targets = (
         torch.stack([each[kind][entries] for each in vectors]) for kind in (trainer.args.source, trainer.args.target)
@@ -391,7 +394,7 @@ def test_run__is_the_dense_computation(
         masked_lm, feature_frames, tmp_path, max_seeds=1, pre_prune_config=None, params=["*.layer.0.*"],
         add_identity_for_other_classes=True, **changes,
     ).train()  # fmt: skip
-    assert_same_model(trainer.get_model().gradiend, dense_of(trainer, trainer.workbench.space), tolerance=1e-4)
+    assert_same_model(trainer.get_model().gradiend, dense_of(trainer, trainer.session.space), tolerance=1e-4)
 
 
 def test_run__pruned_is_masked(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
@@ -399,8 +402,8 @@ def test_run__pruned_is_masked(masked_lm: Path, feature_frames: Any, tmp_path: P
     trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1).train()
     gradiend = trainer.get_model().gradiend
     kept = gradiend.space.base_global(torch.arange(len(gradiend)))
-    assert len(kept) < trainer.workbench.space.size
-    assert_same_model(gradiend, dense_of(trainer, trainer.workbench.space, kept), tolerance=1e-4)
+    assert len(kept) < trainer.session.space.size
+    assert_same_model(gradiend, dense_of(trainer, trainer.session.space, kept), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("kinds", [("alternative", "diff"), ("factual", "diff")])
@@ -419,7 +422,7 @@ def test_run__each_gradient_is_computed_once(
     monkeypatch.setattr(BaseGradients, "compute", counting)
     options = {"source": kinds[0], "max_seeds": 1, "max_steps": 10, "learning_rate": "auto"}
     trainer = make(masked_lm, feature_frames, tmp_path / "a", **options).train()
-    measured = trainer.workbench.held_out(trainer.workbench.space)
+    measured = trainer.inputs.held_out(trainer.session.space)
     assert measured is not None
     assert max(computed.values()) == 1
     assert len(computed) == 2 * (10 + len(measured.items))  # all items of training are those of the closed form
@@ -431,14 +434,14 @@ def test_run__each_gradient_is_computed_once(
 
 
 def test_pruning__by_a_seed_of_its_own_or_by_more_examples_is_as_before(masked_lm: Path, feature_frames: Any) -> None:
-    bench = make(masked_lm, feature_frames, Path()).workbench
+    inputs = make(masked_lm, feature_frames, Path()).inputs
     rows = 10 * 8
     for config, shared in (
         (PRUNE, True),
         (PrePruneConfig(n_samples=8, topk=0.05, seed=3), False),
         (PrePruneConfig(n_samples=rows + 1, topk=0.05), False),
     ):
-        assert bench.prunes_by_items(config) == shared
+        assert inputs.prunes_by_items(config) == shared
 
 
 def test_refinement__keeps_what_was_found(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
@@ -459,7 +462,7 @@ def test_refinement__a_worse_step_does_not_replace_the_closed_form(
     masked_lm: Path, feature_frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps a thousand times as large ruin decoder and encoder; the closed form is what is promoted."""
-    monkeypatch.setattr("gradiend_dist.arguments.AUTO_RATE", 30.0)
+    monkeypatch.setattr("gradiend_dist.config.arguments.AUTO_RATE", 30.0)
     trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1, max_steps=9, learning_rate="auto").train()
     record = trainer.get_training_stats()
     assert record["best_score_checkpoint"]["global_step"] == 0

@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
 from gradiend_dist.space import Part
-from gradiend_dist.state import CutTensor, StateKeeper, _generators, _set_generators, link_tree, plain_fields
+from gradiend_dist.training.state import CutTensor, StateKeeper, _generators, _set_generators, link_tree, plain_fields
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_resume__finished_seeds_are_not_trained_again(masked_lm, feature_frames,
         train(masked_lm, feature_frames, tmp_path / "b", [CrashInSecond(None)])
     before = (tmp_path / "b/seeds/seed_3/model.safetensors").stat().st_mtime_ns
     seen = []
-    monkeypatch.setattr("gradiend_dist.seed_training.SeedTraining._complete", _recording(seen))
+    monkeypatch.setattr("gradiend_dist.training.seed_training.SeedTraining._complete", _recording(seen))
     train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)], keep_seed_runs=False)
     assert seen == [4]
     assert result(tmp_path / "a") == result(tmp_path / "b")
@@ -153,7 +153,7 @@ def test_resume__finished_seeds_are_not_trained_again(masked_lm, feature_frames,
 
 
 def _recording(seen: list[int]) -> Any:
-    from gradiend_dist.seed_training import SeedTraining
+    from gradiend_dist.training.seed_training import SeedTraining
 
     plain = SeedTraining._complete
 
@@ -204,7 +204,7 @@ def test_strategy_no__saves_no_state(masked_lm, feature_frames, tmp_path):
 
 
 def test_trigger_file__saves_at_once_and_is_taken_away(masked_lm, feature_frames, tmp_path, monkeypatch):
-    monkeypatch.setattr("gradiend_dist.state.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("gradiend_dist.training.state.LOOK_SECONDS", 0.0)
 
     class Asks(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002

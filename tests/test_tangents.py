@@ -10,9 +10,9 @@ import torch
 
 from gradiend_dist import TextPredictionTrainer, TrainingArguments
 from gradiend_dist.demo import reflexive_data
-from gradiend_dist.gradients import ItemRows
-from gradiend_dist.loop import TrainingLoop
-from gradiend_dist.tangents import encode_rows
+from gradiend_dist.gradients.forward_mode import encode_rows
+from gradiend_dist.gradients.items import ItemRows
+from gradiend_dist.training.loop import TrainingLoop
 
 
 @pytest.mark.parametrize("kind", ["factual", "alternative", "diff"])
@@ -26,16 +26,16 @@ def test_encode_rows__equals_encoding_the_gradients(
     trainer = TextPredictionTrainer(
         str(request.getfixturevalue(model)), data=feature_frames, target_classes=["M", "F"], args=args
     )
-    bench = trainer.workbench
-    keep = torch.arange(0, bench.space.size, 777 if kept == "every 777th" else 1)
+    session = trainer.session
+    keep = torch.arange(0, session.space.size, 777 if kept == "every 777th" else 1)
     if kept == "top layer":
-        last = [weight for weight in bench.space.weights if ".1." in weight.name]
+        last = [weight for weight in session.space.weights if ".1." in weight.name]
         keep = torch.cat([torch.arange(weight.offset, weight.stop) for weight in last])
-    space = bench.space.select(keep)
-    gradiend = bench.new_model(space, seed=3).gradiend
-    rows = ItemRows(trainer.data.rows("test").iloc[::13].reset_index(drop=True), bench.objective)
+    space = session.space.select(keep)
+    gradiend = session.new_model(space, seed=3).gradiend
+    rows = ItemRows(trainer.data.rows("test").iloc[::13].reset_index(drop=True), session.objective)
     items = [rows.item([number]) for number in range(len(rows))]
-    base = bench.base_gradients(space)
+    base = session.base_gradients(space)
     with torch.no_grad():
         expected = torch.cat([gradiend.forward_encoder(base.compute(item, [kind])[kind][None]) for item in items])
     found = encode_rows(base, items, kind, gradiend, batch_size=5)
@@ -47,12 +47,12 @@ def test_encode_rows__words_of_several_pieces(masked_lm: Path) -> None:
     """Factual and alternative have different inputs, and a row's loss is the mean over its pieces."""
     args = TrainingArguments()
     trainer = TextPredictionTrainer(str(masked_lm), data=reflexive_data(), target_classes=["M", "F"], args=args)
-    bench = trainer.workbench
-    gradiend = bench.new_model(bench.space, seed=0).gradiend
-    rows = ItemRows(trainer.data.rows("train").head(7), bench.objective)
+    session = trainer.session
+    gradiend = session.new_model(session.space, seed=0).gradiend
+    rows = ItemRows(trainer.data.rows("train").head(7), session.objective)
     items = [rows.item([number]) for number in range(len(rows))]
     assert any(len(item.rows[0].factual.labels) > 1 for item in items)
-    base = bench.base_gradients(bench.space)
+    base = session.base_gradients(session.space)
     with torch.no_grad():
         expected = torch.cat([gradiend.forward_encoder(base.compute(item, ["diff"])["diff"][None]) for item in items])
     assert torch.allclose(encode_rows(base, items, "diff", gradiend, 3), expected, rtol=1e-4, atol=3e-6)
@@ -79,7 +79,7 @@ def _counting(remember: Any, trainer: TextPredictionTrainer) -> Any:
     seen: list[int] = []
 
     def wrapped(loop: TrainingLoop, run: Any, step: int, metrics: Any) -> None:
-        seen.append(trainer.workbench.gradients(run.model.gradiend.space).store.misses)
+        seen.append(trainer.session.gradients(run.model.gradiend.space).store.misses)
         held_out = len(loop.held_out.items) * len(seen) if loop.held_out is not None else 0
         assert seen[-1] == step + held_out, f"{seen} gradients were computed by step {step}"
         remember(loop, run, step, metrics)

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 from fake_wandb import API_KEY, FakeWandb, read_offline
 
-from gradiend_dist import TrainingArguments, UserError, comm, tracking, wandb_page
-from gradiend_dist.comm import Comm
+from gradiend_dist import TrainingArguments, UserError
+from gradiend_dist.distributed import comm
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.interrupt import Preempted
 from gradiend_dist.errors import NotFinite
-from gradiend_dist.interrupt import Preempted
-from gradiend_dist.run_files import METRICS, read_rows
-from gradiend_dist.tracking import Background, Tracking
-from gradiend_dist.wandb_page import WandBPage
+from gradiend_dist.report.records import read_rows
+from gradiend_dist.storage.layout import METRICS
+from gradiend_dist.tracking import tracking, wandb_page
+from gradiend_dist.tracking.tracking import Background, Tracking
+from gradiend_dist.tracking.wandb_page import WandBPage
 
 
 def tracked(directory: Path, **arguments: Any) -> Tracking:
@@ -169,9 +172,9 @@ def wandb_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setattr("gradiend_dist.wandb_page.OPEN_SECONDS", 3.0)
-    monkeypatch.setattr("gradiend_dist.wandb_page.ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr("gradiend_dist.wandb_page.FINISH_SECONDS", 3.0)
+    monkeypatch.setattr("gradiend_dist.tracking.wandb_page.OPEN_SECONDS", 3.0)
+    monkeypatch.setattr("gradiend_dist.tracking.wandb_page.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("gradiend_dist.tracking.wandb_page.FINISH_SECONDS", 3.0)
     monkeypatch.setattr(tracking, "LAST_SECONDS", 12.0)
     return monkeypatch
 

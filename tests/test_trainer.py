@@ -17,9 +17,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
 from gradiend_dist.demo import feature_data
-from gradiend_dist.evaluation.report import EncoderReport
-from gradiend_dist.loop import TrainingLoop
-from gradiend_dist.model import ModelWithGradiend
+from gradiend_dist.evaluation.encoder_report import EncoderReport
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.training.loop import TrainingLoop
 
 PRUNE = PrePruneConfig(n_samples=8, topk=0.05, source="diff")
 
@@ -169,7 +169,9 @@ def test_use_cached_gradients__second_run_computes_none(
     first = make(masked_lm, feature_frames, tmp_path, max_seeds=1, use_cached_gradients=True, pre_prune_config=None)
     expected = weights(first.train())
     second = make(masked_lm, feature_frames, tmp_path, max_seeds=1, use_cached_gradients=True, pre_prune_config=None)
-    monkeypatch.setattr("gradiend_dist.gradients.BaseGradients.compute", lambda *_, **__: pytest.fail("computed again"))
+    monkeypatch.setattr(
+        "gradiend_dist.gradients.base.BaseGradients.compute", lambda *_, **__: pytest.fail("computed again")
+    )
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(second.train()).items())
 
 
@@ -317,7 +319,7 @@ def test_supervised__trains_one_half_alone(masked_lm: Path, feature_frames: Any,
         masked_lm, feature_frames, tmp_path, max_seeds=1, max_steps=12, eval_steps=6, learning_rate=1e-2,
         save_strategy="no", normalize_gradiend=False, **{f"supervised_{side}": True},
     ).train()  # fmt: skip
-    start = trainer.workbench.new_model(trainer.get_model().gradiend.space, 0).gradiend.state_dict()
+    start = trainer.session.new_model(trainer.get_model().gradiend.space, 0).gradiend.state_dict()
     for name, tensor in weights(trainer).items():
         assert torch.equal(tensor, start[name]) == (not name.startswith(side)), name
     losses = trainer.get_training_stats()["losses"]
@@ -421,7 +423,7 @@ def test_train__params_restrict_the_space(masked_lm: Path, feature_frames: Any, 
 
 def test_train__causal_model(causal_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
     trainer = make(causal_lm, feature_frames, tmp_path, max_seeds=1).train()
-    assert trainer.workbench.objective.name == "clm_next_token"
+    assert trainer.session.objective.name == "clm_next_token"
     assert len(trainer.get_training_stats()["losses"]) == 7
     assert abs(trainer.evaluate_encoder()["correlation"]) <= 1
 

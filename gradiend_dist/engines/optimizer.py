@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradiend_dist.engines import StepOptions
+from gradiend_dist.engines.base import StepOptions
 from gradiend_dist.errors import UserError
 
 

@@ -1,1 +1,0 @@
-"""What was learnt: encodings of held-out and neutral rows, as tables and numbers."""

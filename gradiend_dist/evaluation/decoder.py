@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +20,24 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from gradiend_dist.data import FeatureData, TextPredictionConfig
+from gradiend_dist.data.config import TextPredictionConfig
+from gradiend_dist.data.schedule import cap_per_group
+from gradiend_dist.data.table import FeatureData
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.questions import Answers, Questions
-from gradiend_dist.objectives import Cloze, MaskedObjective, Objective, longest_input
-from gradiend_dist.schedule import cap_per_group
-from gradiend_dist.workbench import Workbench
+from gradiend_dist.gradients.cloze import (
+    Cloze,
+    MaskedObjective,
+    Objective,
+    causal_text_questions,
+    masked_text_questions,
+    tokens_of,
+)
+from gradiend_dist.model.base import longest_input
+from gradiend_dist.session import Session
 
-# The share of tokens that are hidden to score a masked model, and the seed that chooses them: the reference's.
-HIDDEN_SHARE = 0.15
-HIDDEN_SEED = 42
 LONGEST_TEXT = 512
+
 CLASS_COLUMNS = ("factual_class", "alternative_class")
 
 
@@ -93,14 +99,14 @@ class ModelScores:
     """The rows, words and texts that a model is scored on."""
 
     def __init__(
-        self, bench: Workbench, config: TextPredictionConfig, rows: pd.DataFrame, texts: Sequence[str], *,
+        self, session: Session, config: TextPredictionConfig, rows: pd.DataFrame, texts: Sequence[str], *,
         batch_size: int, ignored: Sequence[str],
     ) -> None:  # fmt: skip
-        self.bench, self.rows, self.texts, self.ignored = bench, rows, list(texts), list(ignored)
-        self.words = Words.of(bench.data, config)
+        self.session, self.rows, self.texts, self.ignored = session, rows, list(texts), list(ignored)
+        self.words = Words.of(session.data, config)
         self.on_other_class = config.decoder_eval_prob_on_other_class
-        base = bench.base_gradients(bench.space)
-        model: Any = bench.base_model
+        base = session.base_gradients(session.space)
+        model: Any = session.base_model
         self._asking: dict[str, Any] = {
             "pad_id": base.pad_id,
             "device": base.device,
@@ -108,14 +114,14 @@ class ModelScores:
             "vocabulary": int(model.get_input_embeddings().num_embeddings),
         }
         self._logits_at, self._precision, self._sharded = base.logits_at, base.precision, base.is_sharded
-        self._blanks = Blanks(rows, self.words, bench.objective)
+        self._blanks = Blanks(rows, self.words, session.objective)
         self._at_blanks = Questions(self._blanks.clozes, **self._asking)
-        tokenizer, self.is_masked = bench.tokenizer, isinstance(bench.objective, MaskedObjective)
+        tokenizer, self.is_masked = session.tokenizer, isinstance(session.objective, MaskedObjective)
         longest = min(LONGEST_TEXT, longest_input(model, tokenizer))
         make = masked_text_questions if self.is_masked else causal_text_questions
         clozes = make(
             tokenizer, self.texts, longest, tokens_of(tokenizer, self.ignored),
-            hide_special=bench.args.behaviour.lms_on_special_tokens,
+            hide_special=session.args.behaviour.lms_on_special_tokens,
         )  # fmt: skip
         if not clozes:
             raise UserError(
@@ -127,7 +133,7 @@ class ModelScores:
 
     @staticmethod
     def prepare(
-        bench: Workbench,
+        session: Session,
         config: TextPredictionConfig,
         *,
         split: str,
@@ -138,7 +144,7 @@ class ModelScores:
         neutral: pd.DataFrame | None = None,
     ) -> ModelScores:
         """The pair's rows of a split, and neutral texts, or, where there are none, the rows with their words."""
-        args, data = bench.args, bench.data
+        args, data = session.args, session.data
         require_columns("training_like_df", rows, ("masked", "factual", "alternative", *CLASS_COLUMNS))
         require_columns("neutral_df", neutral, ("text",))
         if rows is None:
@@ -160,11 +166,11 @@ class ModelScores:
             texts = [text.replace(args.mask_placeholder, word) for text, word in filled]
             if ignored is None:  # these texts are about the feature: its own words do not count
                 ignored = sorted({*rows["factual"], *rows["alternative"]})
-        return ModelScores(bench, config, rows, texts, batch_size=batch_size, ignored=ignored or [])
+        return ModelScores(session, config, rows, texts, batch_size=batch_size, ignored=ignored or [])
 
     def measure(self) -> dict[str, Any]:
         """The scores of the base model as it is now, with the names of the reference."""
-        comm = self.bench.comm if self._sharded else None
+        comm = self.session.comm if self._sharded else None
         asked: dict[str, Any] = {"precision": self._precision(), "comm": comm}
         at_blanks = self._at_blanks.ask(self._logits_at, **asked)
         asked["precision"] = self._precision()
@@ -180,8 +186,8 @@ class ModelScores:
 
     def row_table(self) -> pd.DataFrame:
         """Row by row: the probabilities of the factual and the alternative word, with the columns of the reference."""
-        comm = self.bench.comm if self._sharded else None
-        clozes = Blanks(self.rows, Words({}), self.bench.objective)
+        comm = self.session.comm if self._sharded else None
+        clozes = Blanks(self.rows, Words({}), self.session.objective)
         questions = Questions(clozes.clozes, **self._asking)
         answers = questions.ask(self._logits_at, precision=self._precision(), comm=comm)
         table = clozes.probabilities(questions.sums(answers.log_probability))
@@ -202,14 +208,14 @@ class ModelScores:
 
     def _selected(self, by_dataset: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         """What strengthening (`probs`) and weakening (`probs_factual`) are judged by, for each target class."""
-        first, second = self.bench.data.target_classes
+        first, second = self.session.data.target_classes
         own = {name: by_dataset[name][name] for name in (first, second)}
         other = {first: by_dataset[second][first], second: by_dataset[first][second]}
         return {"probs": other if self.on_other_class else dict(own), "probs_factual": own}
 
     def _language_model_score(self, answers: Answers) -> dict[str, float]:
         if self.is_masked:
-            return masked_score(self.bench.tokenizer, self._in_texts.labels, answers.predicted)
+            return masked_score(self.session.tokenizer, self._in_texts.labels, answers.predicted)
         return causal_score(answers.log_probability)
 
 
@@ -275,50 +281,6 @@ def spellings(objective: Objective, template: str, words: Sequence[str]) -> list
         single = [cloze for cloze in clozes if len(cloze.labels) == 1]
         found.update(dict.fromkeys(single or clozes[:1]))
     return list(found)
-
-
-# --- neutral text
-
-
-def tokens_of(tokenizer: Any, words: Sequence[str]) -> set[int]:
-    """All tokens of these words, at the start of a text and behind a space."""
-    spelt = [spelling for word in words for spelling in (word.strip(), f" {word.strip()}")]
-    return {token for text in spelt for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
-
-
-def masked_text_questions(
-    tokenizer: Any, texts: Sequence[str], max_length: int, ignored: set[int], *, hide_special: bool
-) -> list[Cloze]:
-    """Each text with some of its tokens hidden, the same ones for every model; `hide_special` as the reference does."""
-    rng, found = random.Random(HIDDEN_SEED), []
-    for text in texts:
-        encoded = tokenizer(text, truncation=True, max_length=max_length, return_special_tokens_mask=True)
-        ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
-        places = [place for place in range(len(ids)) if hide_special or not special[place]]
-        if not places:
-            continue
-        hidden = rng.sample(places, max(1, int(HIDDEN_SHARE * len(places))))
-        read = list(ids)
-        for place in hidden:
-            read[place] = tokenizer.mask_token_id
-        counted = [place for place in hidden if ids[place] not in ignored]
-        if counted:
-            found.append(Cloze(tuple(read), tuple(counted), tuple(ids[place] for place in counted)))
-    return found
-
-
-def causal_text_questions(
-    tokenizer: Any, texts: Sequence[str], max_length: int, ignored: set[int], *, hide_special: bool
-) -> list[Cloze]:
-    """Every token of each text after its first, read from those before it."""
-    left_out = ignored if hide_special else ignored | set(tokenizer.all_special_ids)
-    found = []
-    for text in texts:
-        ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
-        places = [place for place in range(len(ids) - 1) if ids[place + 1] not in left_out]
-        if places:
-            found.append(Cloze(tuple(ids), tuple(places), tuple(ids[place + 1] for place in places)))
-    return found
 
 
 def masked_score(tokenizer: Any, labels: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64]) -> dict[str, float]:

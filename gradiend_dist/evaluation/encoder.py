@@ -13,15 +13,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gradiend_dist.comm import Comm
-from gradiend_dist.data import FeatureData
+from gradiend_dist.data.schedule import cap_per_group, make_schedule
+from gradiend_dist.data.table import FeatureData
+from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.metrics import encoder_metrics, encoding_rows
-from gradiend_dist.gradients import GradientSource, Item, ItemRows
-from gradiend_dist.model import GradiendModel
-from gradiend_dist.objectives import Objective
-from gradiend_dist.schedule import cap_per_group, make_schedule
-from gradiend_dist.tangents import encode_rows
+from gradiend_dist.gradients.cloze import Objective
+from gradiend_dist.gradients.forward_mode import encode_rows
+from gradiend_dist.gradients.items import Item, ItemRows
+from gradiend_dist.gradients.store import GradientSource
+from gradiend_dist.model.gradiend import GradiendModel
+from gradiend_dist.session import Session
 
 WEIGHED_TOGETHER = 2**20
 
@@ -34,6 +36,10 @@ class Encoder:
     comm: Comm
     batch_size: int
     """Rows read together in forward mode."""
+
+    @classmethod
+    def of(cls, session: Session, model: GradiendModel) -> Encoder:
+        return cls(model, session.comm, session.args.eval_batch_size)
 
     def products(self, vector: Tensor) -> Tensor:
         """This part's share of We.x [m], in float64."""
@@ -87,6 +93,34 @@ class EncoderEvaluation:
         # Small groups are repeated to weigh as much as large ones; each row is encoded once.
         self.unique, self.place = np.unique(order, return_inverse=True)
         self.items = ItemRows(rows, objective)
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        gradients: GradientSource,
+        split: str,
+        max_size: int | None,
+        *,
+        source: str,
+        repeated: bool,
+    ) -> EncoderEvaluation:
+        """The evaluation of a split as the run's arguments want it."""
+        args = session.args
+        return cls(
+            session.data,
+            session.objective,
+            gradients,
+            split=split,
+            source=source,
+            max_size=max_size,
+            balance=args.encoder_eval_balance,
+            include_other_classes=args.include_other_classes,
+            seed=args.data_seed,
+            reference=args.behaviour.reference_data,
+            by_class=args.behaviour.evaluation_by_class,
+            repeated=repeated,
+        )
 
     def encode(self, encoder: Encoder) -> npt.NDArray[np.float64]:
         """Encodings [visited rows, m]."""

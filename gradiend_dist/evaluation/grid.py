@@ -25,28 +25,27 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
-from gradiend_dist import cache
-from gradiend_dist.arguments import require, require_choice
-from gradiend_dist.checkpoint import WEIGHTS, is_model_directory
-from gradiend_dist.curvature import CurvatureTexts, scaling_in_place
-from gradiend_dist.data import TextPredictionConfig
+from gradiend_dist.config.checks import require, require_choice
+from gradiend_dist.data.config import TextPredictionConfig
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.curvature import CurvatureTexts, scaling_in_place
 from gradiend_dist.evaluation.decoder import ModelScores
 from gradiend_dist.evaluation.selection import BASE
-from gradiend_dist.files import explained, jsonable, read_json, write_json
-from gradiend_dist.model import ModelWithGradiend
-from gradiend_dist.rewriting import SCALINGS, InPlace, Vectors, VectorsInFile, VectorsInMemory, check_direction
-from gradiend_dist.workbench import Workbench
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.rewriting.move import SCALINGS, InPlace, Vectors, VectorsInFile, VectorsInMemory, check_direction
+from gradiend_dist.session import Session
+from gradiend_dist.storage.files import explained, jsonable, read_json, write_json
+from gradiend_dist.storage.fingerprint import content_hash, model_files_hash, text_hash
+from gradiend_dist.storage.layout import GRID_CACHE, GRID_POINTS, ROW_WISE_CSV, WEIGHTS
+from gradiend_dist.storage.model_dir import is_model_directory
 
 logger = logging.getLogger(__name__)
 
 # The reference's: 100, 50, 20, ..., 0.002, 0.001.
 LEARNING_RATES = tuple(m * 10**e for e in range(2, -4, -1) for m in (5, 2, 1) if m * 10**e <= 100)
+
 # For a scaled direction, which goes from no effect to too much of it within a decade: 100, 63.1, 39.8, ..., 0.001.
 FINE_LEARNING_RATES = tuple(float(f"{10 ** (2 - step / 5):.3g}") for step in range(26))
-GRID_CACHE = "decoder_grid_cache.json"
-POINTS = "decoder"
-ROW_WISE_CSV = "decoder_row_wise_scores.csv"
 
 Point = tuple[float, float]
 """(feature_factor, learning_rate)"""
@@ -95,19 +94,19 @@ class DecoderGrid:
 
     def __init__(
         self,
-        bench: Workbench,
+        session: Session,
         model: ModelWithGradiend,
         config: TextPredictionConfig,
         options: GridOptions,
         *,
         saved_at: Path | None,
     ) -> None:
-        self.bench, self.model, self.config, self.options = bench, model, config, options
-        self.comm, self.saved_at = bench.comm, saved_at
+        self.session, self.model, self.config, self.options = session, model, config, options
+        self.comm, self.saved_at = session.comm, saved_at
         gradiend = model.gradiend
         for factor in options.feature_factors:
             check_direction(factor, options.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
-        self._curvature_texts = CurvatureTexts.draw(bench, config) if options.scaling == "curvature" else None
+        self._curvature_texts = CurvatureTexts.draw(session, config) if options.scaling == "curvature" else None
 
     def results(self, directory: Path | None, *, use_cache: bool) -> dict[Any, dict[str, Any]]:
         """{"base": scores, (feature_factor, learning_rate): scores}; from `directory` where they are still right."""
@@ -123,7 +122,7 @@ class DecoderGrid:
         for point, entry in self._scored(scores, missing):
             found[point] = {**entry, "id": _id(point)}
             if directory is not None:
-                path = directory / POINTS / self.options.file_name(point)
+                path = directory / GRID_POINTS / self.options.file_name(point)
                 if self.comm.is_first:
                     write_json(path, {**entry, "depends_on": depends_on})
         results = {BASE if point is None else point: found[point] for point in wanted}
@@ -137,7 +136,7 @@ class DecoderGrid:
         if self._curvature_texts is not None:
             neutral = self._others_than(self._curvature_texts, neutral)
         return ModelScores.prepare(
-            self.bench,
+            self.session,
             self.config,
             split=options.split,
             max_rows=options.max_size_training_like,
@@ -149,7 +148,7 @@ class DecoderGrid:
 
     def _others_than(self, drawn: CurvatureTexts, neutral: pd.DataFrame | None) -> pd.DataFrame | None:
         """The neutral texts without those that the direction was fitted to."""
-        neutral = self.bench.data.neutral if neutral is None else neutral
+        neutral = self.session.data.neutral if neutral is None else neutral
         if neutral is None or "text" not in neutral.columns:
             return neutral
         others = neutral[~neutral["text"].astype(str).isin(drawn.texts)]
@@ -164,10 +163,10 @@ class DecoderGrid:
         """(point, scores) one after the other, on every rank; whoever stops in between leaves the base as it was."""
         if not points:
             return
-        base_model = self.bench.base_model
-        shards = self.bench.spread.own_shards()
+        base_model = self.session.base_model
+        shards = self.session.spread.own_shards()
         space = self.model.gradiend.space
-        scaling = scaling_in_place(self.options.scaling, self.bench, self.config, space)
+        scaling = scaling_in_place(self.options.scaling, self.session, self.config, space)
         weights = space.active() if shards is None else space.shard(shards)
         size = 1 if shards is not None else self.comm.world_size
         bar = tqdm(total=len(points), desc="decoder grid", unit="point", disable=None if self.comm.is_first else True)
@@ -192,7 +191,7 @@ class DecoderGrid:
 
     def _vectors(self) -> Vectors:
         """The whole vectors, or, over a sharded base model, those of this rank's shards."""
-        gradiend, is_sharded = self.model.gradiend, bool(self.bench.spread.shards)
+        gradiend, is_sharded = self.model.gradiend, bool(self.session.spread.shards)
         if gradiend.part.is_whole and is_sharded:
             raise UserError(
                 "The base model is in shards and the GRADIEND model is not: save it, and pass its directory."
@@ -212,19 +211,19 @@ class DecoderGrid:
 
     def _depends_on(self, scores: ModelScores) -> dict[str, Any]:
         """All that a point depends on besides its place, by name."""
-        args, model = self.bench.args, self.model
+        args, model = self.session.args, self.model
         scaling = {} if self.options.scaling == "plain" else {"scaling": self.options.scaling}
         if self._curvature_texts is not None:
             drawn = self._curvature_texts
-            scaling["curvature_texts"] = cache.text_hash([*drawn.texts, *drawn.ignored])
+            scaling["curvature_texts"] = text_hash([*drawn.texts, *drawn.ignored])
         return {
-            "model": cache.content_hash(model.gradiend, self.comm),
+            "model": content_hash(model.gradiend, self.comm),
             "space": model.gradiend.space.fingerprint(),
             "base_model": model.name_or_path,
-            "base_model_files": cache.model_files_hash(model.name_or_path),
-            "rows": cache.text_hash(scores.rows[["masked", "factual", "alternative", "factual_class"]].values.tolist()),
-            "texts": cache.text_hash(scores.texts),
-            "words": cache.text_hash([*scores.words.by_class.items(), *scores.ignored]),
+            "base_model_files": model_files_hash(model.name_or_path),
+            "rows": text_hash(scores.rows[["masked", "factual", "alternative", "factual_class"]].values.tolist()),
+            "texts": text_hash(scores.texts),
+            "words": text_hash([*scores.words.by_class.items(), *scores.ignored]),
             "prob_on_other_class": scores.on_other_class,
             "part": self.options.part,
             **scaling,
@@ -240,7 +239,7 @@ class DecoderGrid:
         found = {}
         told = set()
         for point in wanted:
-            path = directory / POINTS / self.options.file_name(point)
+            path = directory / GRID_POINTS / self.options.file_name(point)
             if not path.is_file():
                 continue
             entry: dict[str, Any] = read_json(path)
@@ -256,7 +255,7 @@ class DecoderGrid:
         return found
 
     def _write_grid(self, directory: Path, results: Mapping[Any, Mapping[str, Any]], depends_on: Any) -> None:
-        options, classes = self.options, list(self.bench.data.target_classes)
+        options, classes = self.options, list(self.session.data.target_classes)
         write_json(
             directory / GRID_CACHE,
             {

@@ -25,6 +25,7 @@ TRAINING_COLUMNS = (
     "text", "encoded", "label", "source_id", "target_id", "feature_class_id", "eval_group", "type",
     "source_token", "factual_token", "alternative_token", "template", "data_split",
 )  # fmt: skip
+
 CSV_COLUMNS = (
     *TRAINING_COLUMNS,
     "factual_id", "counterfactual_id", "transition_id", "input_type", "input_text", "masked", "neutral_variant",
@@ -36,7 +37,9 @@ NEEDED_COLUMNS = (
 )  # fmt: skip
 
 NEUTRAL_TYPES = ("neutral_training_masked", "neutral_dataset")
+
 BOUNDARIES = {"neg_boundary": -0.5, "pos_boundary": 0.5, "neutral_boundary": 0.0}
+
 STANDARD_SPLITS = ("train", "validation", "test")
 
 # How a negated encoder changes each field. `flip` refuses a field that is in none of the lists.
@@ -44,12 +47,15 @@ NEGATED = (
     "correlation", "correlation_by_latent", "mean_by_class", "mean_by_type", "neutral_mean_by_type",
     "mean_by_feature_class", "mean_by_eval_group", "mean_by_target",
 )  # fmt: skip
+
 EXCHANGED = {
     f"{one}_by_{group}": f"{other}_by_{group}"
     for group in ("class", "feature_class")
     for one, other in (("min", "max"), ("max", "min"), ("q1", "q3"), ("q3", "q1"))
 }
+
 SCORES = ("all_data", "training_only", "target_classes_only")
+
 UNCHANGED = (
     "n_samples", "sample_counts", "boundaries", "std_by_class", "n_by_class", "std_by_feature_class",
     "n_by_feature_class", "abs_mean_by_type", "eval_group_basis", "label_value_to_class_name",

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradiend_dist.comm import Comm
-from gradiend_dist.objectives import Cloze, ClozeBatch, LogitsAt
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.gradients.cloze import Cloze, ClozeBatch, LogitsAt
 
 # Logits of one batch, at most: a vocabulary times the places of all its rows.
 LOGITS_BYTES = 2**28

@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from gradiend_dist.arguments import require, require_choice
-from gradiend_dist.checkpoint import WEIGHTS, load_gradiend, open_gradiend
-from gradiend_dist.curvature import ByCurvature, scaling_in_place, whole_curvature
+from gradiend_dist.config.checks import require, require_choice
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.curvature import ByCurvature, scaling_in_place, whole_curvature
 from gradiend_dist.evaluation.selection import BASE, WEAKEN
-from gradiend_dist.model import ModelWithGradiend, ParamMappedGradiendModel, load_base_model
-from gradiend_dist.rewriting import (
+from gradiend_dist.model.base import load_base_model
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.rewriting.card import Change, as_dtype, save_rewritten
+from gradiend_dist.rewriting.move import (
     SCALINGS,
     ByTensor,
-    Change,
     Scaling,
     Vectors,
     VectorsInFile,
     VectorsInMemory,
-    as_dtype,
     check_direction,
     rewrite,
-    save_rewritten,
 )
+from gradiend_dist.storage.layout import WEIGHTS
+from gradiend_dist.storage.model_dir import load_gradiend, open_gradiend
 
 if TYPE_CHECKING:
     from gradiend_dist.trainer import TextPredictionTrainer
@@ -190,8 +191,8 @@ def _whole_vectors(trainer: TextPredictionTrainer, saved_at: Path) -> tuple[Para
 
 
 def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: str | None) -> nn.Module:
-    bench, model = trainer.workbench, trainer.get_model()
-    if bench.spread.shards:
+    session, model = trainer.session, trainer.get_model()
+    if session.spread.shards:
         raise UserError("The base model is in shards, and no rank has all of it: save the model, and pass output_dir.")
     gradiend, saved_at = model.gradiend, trainer.saved_at()
     check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
@@ -200,8 +201,8 @@ def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: st
         if saved_at is None:
             raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
         vectors = VectorsInFile(saved_at / WEIGHTS, gradiend)
-    changed = copy.deepcopy(bench.base_model)
-    scaling = scaling_in_place(target.scaling, bench, trainer.config, gradiend.space)
+    changed = copy.deepcopy(session.base_model)
+    scaling = scaling_in_place(target.scaling, session, trainer.config, gradiend.space)
     _move(changed, model, vectors, target, scaling)
     return _converted(changed, dtype)
 
@@ -216,7 +217,7 @@ def _whole_curvature(trainer: TextPredictionTrainer, target: Target) -> Tensor |
     """As the grid has measured it, in the precision of the evaluation; on rank 0, which moves the files' weights."""
     if target.scaling != "curvature":
         return None
-    return whole_curvature(trainer.workbench, trainer.config, trainer.get_model().gradiend.space)
+    return whole_curvature(trainer.session, trainer.config, trainer.get_model().gradiend.space)
 
 
 def _move(

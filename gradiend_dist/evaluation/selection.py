@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gradiend_dist.arguments import require
+from gradiend_dist.config.checks import require
 from gradiend_dist.errors import UserError
 
 BASE = "base"
+
 WEAKEN = "_weaken"
+
 # Of a scaled direction's best value: what the smallest of its steps has to reach.
 SATURATION = 0.99
 

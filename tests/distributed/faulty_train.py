@@ -64,7 +64,7 @@ def inject(fault: dict[str, Any]) -> None:
 
 
 def slow_down(seconds: float) -> None:
-    from gradiend_dist.loop import TrainingLoop
+    from gradiend_dist.training.loop import TrainingLoop
 
     step = TrainingLoop._step
 
@@ -76,7 +76,7 @@ def slow_down(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    from gradiend_dist import train
+    from gradiend_dist.commands import train
 
     slow_down(float(os.environ["PAUSE"]))
     fault = json.loads(os.environ["FAULT"])

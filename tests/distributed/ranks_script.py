@@ -23,17 +23,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradiend_dist import model as model_module
-from gradiend_dist import weight_file
-from gradiend_dist.comm import Comm
-from gradiend_dist.engines import Engine, GradiendBatch, StepOptions, placed
-from gradiend_dist.engines.placed import PlacedEngine
-from gradiend_dist.engines.sliced import SlicedEngine
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.engines import sliced as placed
+from gradiend_dist.engines.base import Engine, GradiendBatch, StepOptions
+from gradiend_dist.engines.sliced import PlacedEngine, SlicedEngine
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import ParamMappedGradiendModel, select_entries_to_keep
-from gradiend_dist.pruning import kth_smallest, select_over_ranks, top_over_ranks
+from gradiend_dist.model import gradiend as model_module
+from gradiend_dist.model.entries import select_entries_to_keep
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Part
-from gradiend_dist.weight_file import read_weights, write_weights
+from gradiend_dist.storage import weight_file
+from gradiend_dist.storage.weight_file import read_weights, write_weights
+from gradiend_dist.training.pruning import kth_smallest, select_over_ranks, top_over_ranks
 
 # Epsilon is above gradients that are nothing but rounding, see test_world_size.py.
 OPTIONS = StepOptions("adamw", weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-4, max_grad_norm=0.0, supervised=None)

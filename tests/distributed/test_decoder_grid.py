@@ -117,7 +117,7 @@ def test_scaled_rewrite__of_a_sharded_base_model_is_that_of_one_process(run_dir,
     """Rank 0 puts the curvature of all shards together: one entry in another's place changes the weights."""
     flags = ["--target_class", "F", "--learning_rate", "0.05", "--scaling", "curvature", "--output_dir"]
     for name, (launcher, environment) in (("one", ([sys.executable], {})), ("two", launch("fsdp2", 2))):
-        command = [*launcher, "-m", "gradiend_dist.rewrite", str(run_dir), *flags, str(tmp_path / name)]
+        command = [*launcher, "-m", "gradiend_dist.commands.rewrite", str(run_dir), *flags, str(tmp_path / name)]
         launching.run(command, environment=environment).require_success()
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     base = load_file(run_dir.parent / "model" / "model.safetensors")

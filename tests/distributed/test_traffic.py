@@ -18,7 +18,7 @@ from ranks_launch import found
 from ranks_script import memory
 from traffic_script import BUCKET, KINDS
 
-from gradiend_dist.comm import Comm
+from gradiend_dist.distributed.comm import Comm
 
 LAUNCHES = [
     "sliced_2",

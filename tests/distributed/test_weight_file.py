@@ -10,7 +10,7 @@ from ranks_launch import found, results
 from ranks_script import FILES, flat_space, new_model, write_files
 from safetensors.torch import load_file
 
-from gradiend_dist.comm import Comm
+from gradiend_dist.distributed.comm import Comm
 
 RANKS = [2, 3]
 NAMES = [f"{name}.safetensors" for name in FILES]

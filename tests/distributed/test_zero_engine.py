@@ -22,8 +22,9 @@ import pytest
 import torch
 from zero_script import CASES, RESUMED, RESUMED_AT_STAGE_3, STAGE_3_CASES
 
-from gradiend_dist.engines import StepOptions
-from gradiend_dist.engines.zero import cut_in_rows, make_optimizer, resolve_config
+from gradiend_dist.engines.base import StepOptions
+from gradiend_dist.engines.deepspeed_config import resolve_config
+from gradiend_dist.engines.zero import cut_in_rows, make_optimizer
 from gradiend_dist.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from world_script import PRONOUNS, TIMEOUT, frames
 
-from gradiend_dist import TextPredictionTrainer, TrainingArguments, gradients
-from gradiend_dist.engines import GradiendBatch, StepOptions
-from gradiend_dist.reduction import Buckets
-from gradiend_dist.spread import launched
+from gradiend_dist import TextPredictionTrainer, TrainingArguments
+from gradiend_dist.distributed.launch import launched
+from gradiend_dist.engines.base import GradiendBatch, StepOptions
+from gradiend_dist.gradients import base as gradients
+from gradiend_dist.gradients.buckets import Buckets
 
 BUCKET = 10_000
 KINDS = ["alternative", "diff"]
@@ -65,11 +66,11 @@ def make_trainer(model: str, results: Path, **changes: Any) -> TextPredictionTra
 def single_steps(model: str, results: Path) -> dict[str, Any]:
     """What one step moves, by the number of items in it: gradients of the base, then the step itself."""
     trainer = make_trainer(model, results, gradient_store_gib=0.0)
-    bench = trainer.workbench
-    engine = bench.spread.make_engine(bench.new_model(bench.space, 0).gradiend, StepOptions.of(trainer.args))
-    source, rows = bench.gradients(bench.space), bench.training_items()
-    found: dict[str, Any] = {"n": bench.space.size, "part": engine.part.size}
-    found["trained"] = sum(p.numel() for p in bench.base_model.parameters() if p.requires_grad)
+    session = trainer.session
+    engine = session.spread.make_engine(session.new_model(session.space, 0).gradiend, StepOptions.of(trainer.args))
+    source, rows = session.gradients(session.space), trainer.inputs.training_items()
+    found: dict[str, Any] = {"n": session.space.size, "part": engine.part.size}
+    found["trained"] = sum(p.numel() for p in session.base_model.parameters() if p.requires_grad)
     for num_items in (1, 1, 3):  # the first time ranks tell each other which weights get no gradient
         with Counting() as counting:
             vectors = []
@@ -87,11 +88,11 @@ def single_steps(model: str, results: Path) -> dict[str, Any]:
 def whole_run(model: str, results: Path, **changes: Any) -> list[dict[str, Any]]:
     """All that `train` and `evaluate_encoder` move: evaluations, checkpoints and the promoted model included."""
     trainer = make_trainer(model, results, **changes)
-    bench = trainer.workbench
+    session = trainer.session
     with Counting() as counting:
         trainer.train()
         trainer.evaluate_encoder("test")
-    assert bench is trainer.workbench
+    assert session is trainer.session
     return counting.seen
 
 

@@ -22,11 +22,13 @@ import pandas as pd
 import tiny
 import torch
 
-from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments, gradients, sketch
-from gradiend_dist.engines import placed
-from gradiend_dist.reduction import Buckets
-from gradiend_dist.sketch import SKETCH
-from gradiend_dist.spread import launched
+from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments
+from gradiend_dist.distributed.launch import launched
+from gradiend_dist.engines import sliced as placed
+from gradiend_dist.gradients import base as gradients
+from gradiend_dist.gradients import sketch
+from gradiend_dist.gradients.buckets import Buckets
+from gradiend_dist.gradients.sketch import SKETCH
 
 TIMEOUT = 60
 """Seconds after which ranks that wait for each other in vain give up."""
@@ -155,8 +157,8 @@ def train(case: Case, models: Path, results: Path) -> dict[str, Any]:
         str(models / case.base), data=frames(case.words), target_classes=list(case.classes), args=args
     )
     trainer.train()
-    assert case.base != "bert" or case.args.get("params") or trainer.workbench.space.size == BERT_SIZE
-    stats = trainer.workbench.gradients(trainer.get_model().gradiend.space).store
+    assert case.base != "bert" or case.args.get("params") or trainer.session.space.size == BERT_SIZE
+    stats = trainer.session.gradients(trainer.get_model().gradiend.space).store
     evaluated = trainer.evaluate_encoder("test", neutral=True)
     # What rank 0 finds is what all ranks take, or those that do not would wait for it in vain.
     again = trainer.evaluate_encoder("test", neutral=True, use_cache=True)

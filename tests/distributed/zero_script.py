@@ -22,12 +22,12 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
-from gradiend_dist.comm import Comm
-from gradiend_dist.engines import Engine, GradiendBatch, StepOptions
-from gradiend_dist.engines.placed import PlacedEngine
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.engines.base import Engine, GradiendBatch, StepOptions
+from gradiend_dist.engines.sliced import PlacedEngine
 from gradiend_dist.engines.zero import FACTS, ZeroEngine
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import ParamMappedGradiendModel
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace
 
 NUM_STEPS = 6

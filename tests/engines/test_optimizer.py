@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradiend_dist.engines import GradiendBatch, StepOptions
+from gradiend_dist.engines.base import GradiendBatch, StepOptions
 from gradiend_dist.engines.optimizer import EightBitAdam, FusedAdam, make_optimizer
-from gradiend_dist.engines.placed import CHUNK, PlacedEngine
+from gradiend_dist.engines.sliced import CHUNK, PlacedEngine
 from gradiend_dist.errors import UserError
-from gradiend_dist.model import GradiendModel
+from gradiend_dist.model.gradiend import GradiendModel
 
 FINE, BROKEN = torch.tensor(0.0), torch.tensor(1.0)
 

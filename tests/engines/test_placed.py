@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gradiend_dist.engines import GradiendBatch, StepOptions, placed
-from gradiend_dist.engines.placed import PlacedEngine
-from gradiend_dist.model import GradiendModel
+from gradiend_dist.engines import sliced as placed
+from gradiend_dist.engines.base import GradiendBatch, StepOptions
+from gradiend_dist.engines.sliced import PlacedEngine
+from gradiend_dist.model.gradiend import GradiendModel
 from gradiend_dist.space import Part
 
 N = 103

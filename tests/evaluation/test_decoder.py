@@ -12,14 +12,7 @@ import tiny
 import torch
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, demo
-from gradiend_dist.evaluation.decoder import (
-    Words,
-    causal_score,
-    causal_text_questions,
-    masked_score,
-    masked_text_questions,
-    spellings,
-)
+from gradiend_dist.evaluation.decoder import Words, causal_score, masked_score, spellings
 from gradiend_dist.evaluation.selection import (
     BaseContext,
     Candidate,
@@ -29,7 +22,7 @@ from gradiend_dist.evaluation.selection import (
     strengthening_factor,
     summarize,
 )
-from gradiend_dist.objectives import CausalObjective, MaskedObjective
+from gradiend_dist.gradients.cloze import CausalObjective, MaskedObjective, causal_text_questions, masked_text_questions
 
 RATES = [0.5, 0.05]
 
@@ -65,23 +58,23 @@ def naive_probability(model, objective, template: str, word: str) -> float:
 
 def naive_means(trained, model) -> dict[str, dict[str, float]]:
     """Mean probabilities of a model by class of the rows and of the words, in a loop over rows and spellings."""
-    bench, rows = trained.workbench, trained.data.rows("test")
+    session, rows = trained.session, trained.data.rows("test")
     words = {"M": {"he", "He", "HE"}, "F": {"she", "She", "SHE"}}
     expected = {name: {"M": [], "F": []} for name in ("M", "F")}
     for row in rows.itertuples():
         for name, variants in words.items():
             seen = {}
             for word in sorted(variants):
-                cloze = bench.objective.whole_word(row.masked, word)
+                cloze = session.objective.whole_word(row.masked, word)
                 if len(cloze.labels) == 1:
-                    seen[cloze] = naive_probability(model, bench.objective, row.masked, word)
+                    seen[cloze] = naive_probability(model, session.objective, row.masked, word)
             expected[row.factual_class][name].append(sum(seen.values()))
     return {dataset: {c: float(np.mean(v)) for c, v in by_class.items()} for dataset, by_class in expected.items()}
 
 
 def test_probabilities__equal_a_loop_over_rows_and_spellings(trained):
     base = trained.evaluate_decoder(lrs=RATES, use_cache=False)["grid"]["base"]
-    for dataset, by_class in naive_means(trained, trained.workbench.base_model).items():
+    for dataset, by_class in naive_means(trained, trained.session.base_model).items():
         assert base["probs_by_dataset"][dataset] == pytest.approx(by_class, rel=1e-5)
     assert base["probs"] == {"M": base["probs_by_dataset"]["F"]["M"], "F": base["probs_by_dataset"]["M"]["F"]}
     assert base["probs_factual"] == {name: base["probs_by_dataset"][name][name] for name in ("M", "F")}
@@ -222,12 +215,12 @@ def test_masked_score__is_sklearns():
 
 @pytest.mark.parametrize("trained", ["causal"], indirect=True)
 def test_causal_score__is_the_mean_likelihood_of_a_token(trained):
-    bench = trained.workbench
-    special, total, count = set(bench.tokenizer.all_special_ids), 0.0, 0
+    session = trained.session
+    special, total, count = set(session.tokenizer.all_special_ids), 0.0, 0
     for text in trained.data.neutral["text"]:
-        ids = torch.tensor([bench.tokenizer(text)["input_ids"]])
+        ids = torch.tensor([session.tokenizer(text)["input_ids"]])
         with torch.no_grad():
-            logs = bench.base_model(input_ids=ids).logits[0].double().log_softmax(-1)
+            logs = session.base_model(input_ids=ids).logits[0].double().log_softmax(-1)
         for place, token in enumerate(ids[0, 1:].tolist()):
             if token not in special:
                 total, count = total + logs[place, token].item(), count + 1
@@ -326,9 +319,9 @@ def test_one_class__needs_one_factor(trained):
 
 
 def test_base_model__is_untouched_by_the_grid(trained):
-    before = {name: p.detach().clone() for name, p in trained.workbench.base_model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trained.session.base_model.named_parameters()}
     trained.evaluate_decoder(lrs=[100.0, 0.001], use_cache=False)
-    for name, parameter in trained.workbench.base_model.named_parameters():
+    for name, parameter in trained.session.base_model.named_parameters():
         assert torch.equal(parameter, before[name]), name
 
 
@@ -376,7 +369,7 @@ def test_stopped_grid__goes_on_with_the_next_point(masked_lm, tmp_path, monkeypa
     expected = trainer.evaluate_decoder(lrs=RATES, use_cache=False)
     for file in (tmp_path / "decoder").iterdir():
         file.unlink()
-    before = {name: p.detach().clone() for name, p in trainer.workbench.base_model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.session.base_model.named_parameters()}
     plain, calls = ModelScores.measure, []
 
     def stopped(self):
@@ -388,7 +381,7 @@ def test_stopped_grid__goes_on_with_the_next_point(masked_lm, tmp_path, monkeypa
     monkeypatch.setattr(ModelScores, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate_decoder(lrs=RATES, use_cache=True)
-    for name, parameter in trainer.workbench.base_model.named_parameters():
+    for name, parameter in trainer.session.base_model.named_parameters():
         assert torch.equal(parameter, before[name]), "the base model is itself again"
     found = trainer.evaluate_decoder(lrs=RATES, use_cache=True)
     assert len(calls) == 3 + 3 and found == expected
@@ -461,10 +454,10 @@ class Ranks:
 @pytest.mark.parametrize("world_size", [2, 3, 11])
 def test_content_hash__does_not_depend_on_how_the_model_is_cut(world_size, latent_dim):
     """And does on every entry and its place."""
-    from gradiend_dist import cache
-    from gradiend_dist.comm import Comm
-    from gradiend_dist.model import GradiendModel
+    from gradiend_dist.distributed.comm import Comm
+    from gradiend_dist.model.gradiend import GradiendModel
     from gradiend_dist.space import Part
+    from gradiend_dist.storage import fingerprint as cache
 
     def model(part=None):
         return GradiendModel(

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gradiend_dist.evaluation import figures
-from gradiend_dist.evaluation.figures import plot_encoder_distributions, plot_probability_shifts
+from gradiend_dist.report import figures
+from gradiend_dist.report.figures import plot_encoder_distributions, plot_probability_shifts
 
 CLASSES = ("M", "F")
 

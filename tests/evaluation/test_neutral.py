@@ -13,13 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, RobertaTokenizer, XLMRobertaTokenizer
 
+from gradiend_dist.data.neutral import MIN_PREFIX_TOKENS, NEUTRAL_COLUMNS, neutral_dataset_rows, neutral_training_rows
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.neutral import (
-    MIN_PREFIX_TOKENS,
-    NEUTRAL_COLUMNS,
-    neutral_dataset_rows,
-    neutral_training_rows,
-)
 
 WORDS = [
     "the", "doctor", "said", "that", "he", "she", "they", "would", "win", "lose", "walk", "fire", "do", "not", "and",

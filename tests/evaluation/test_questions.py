@@ -9,7 +9,7 @@ import torch
 
 from gradiend_dist.evaluation import questions as module
 from gradiend_dist.evaluation.questions import Questions
-from gradiend_dist.objectives import CausalObjective, Cloze, LogitsAt, MaskedObjective
+from gradiend_dist.gradients.cloze import CausalObjective, Cloze, LogitsAt, MaskedObjective
 
 TEMPLATES = [
     "the man said that [MASK] was tired .",

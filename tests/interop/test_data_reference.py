@@ -19,8 +19,9 @@ from gradiend.trainer.text.prediction.trainer import TextPredictionTrainer  # no
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from gradiend_dist.data import TextPredictionConfig, load_feature_data  # noqa: E402
-from gradiend_dist.schedule import cap_per_group, make_schedule  # noqa: E402
+from gradiend_dist.data.config import TextPredictionConfig  # noqa: E402
+from gradiend_dist.data.schedule import cap_per_group, make_schedule  # noqa: E402
+from gradiend_dist.data.table import load_feature_data  # noqa: E402
 
 COLUMNS = ["masked", "split", "factual_class", "alternative_class", "factual", "alternative", "transition"]
 WORDS = {

@@ -26,6 +26,7 @@ from gradiend.util.encoding_rows import encode_dataset_to_rows  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, GPT2Tokenizer, RobertaTokenizer  # noqa: E402
 
+from gradiend_dist.data.neutral import neutral_dataset_rows, neutral_training_rows  # noqa: E402
 from gradiend_dist.evaluation.metrics import (  # noqa: E402
     CSV_COLUMNS,
     SOURCES,
@@ -35,7 +36,6 @@ from gradiend_dist.evaluation.metrics import (  # noqa: E402
     join_encodings,
     neutral_encoding_rows,
 )
-from gradiend_dist.evaluation.neutral import neutral_dataset_rows, neutral_training_rows  # noqa: E402
 
 PAIR = ("M", "F")
 CLASSES = ("M", "F", "N")

@@ -39,8 +39,8 @@ from side_by_side import (  # noqa: E402
 )
 
 import gradiend_dist  # noqa: E402
-from gradiend_dist.compat import REFERENCE  # noqa: E402
-from gradiend_dist.model import count_to_keep  # noqa: E402
+from gradiend_dist.config.compat import REFERENCE  # noqa: E402
+from gradiend_dist.model.entries import count_to_keep  # noqa: E402
 
 ARGUMENTS: dict[str, Any] = {
     "train_batch_size": 2,

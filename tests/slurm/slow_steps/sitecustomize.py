@@ -13,7 +13,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-LOOP = "gradiend_dist.loop"
+LOOP = "gradiend_dist.training.loop"
 
 
 class SlowLoop(importlib.abc.MetaPathFinder):

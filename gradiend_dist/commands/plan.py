@@ -1,0 +1,354 @@
+"""What a run will need, before it is started: steps, memory, disk space; and whether it can be had.
+
+`forecast` is for the run that is about to start; the command `gradiend-dist plan` compares all engines and levels of
+pruning for a model that need not be there, from its configuration alone (formulas: memory.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.config.checks import check_topk
+from gradiend_dist.distributed.fsdp import layers_of
+from gradiend_dist.errors import UserError, first_line
+from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero, sketches
+from gradiend_dist.model.base import load_base_config
+from gradiend_dist.model.entries import count_to_keep
+from gradiend_dist.space import ParameterSpace
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of a run in one process."""
+
+    full_size: int
+    trained_size: int
+    base_model: int
+    head: int
+    """Weights and moments of one seed."""
+    gradients: int
+    """Source and target of one item, and the importance vector of pre-pruning where that is larger."""
+    sketches: int
+    """Of held-out items, or of the items of a spectral start where these are more."""
+    model_file: int
+    disk: int
+
+    @property
+    def memory(self) -> int:
+        return self.base_model + self.head + self.gradients + self.sketches
+
+    def lines(self) -> list[tuple[str, str]]:
+        return [
+            ("weights of the base model's backbone", f"{self.full_size:,}"),
+            ("weights that are trained on", f"{self.trained_size:,}"),
+            ("memory: base model", gib(self.base_model)),
+            ("memory: encoder, decoder and moments, per seed", gib(self.head)),
+            ("memory: gradients of one step", gib(self.gradients)),
+            ("memory: sketches of gradients", gib(self.sketches)),
+            ("disk: one model / at most at once", f"{gib(self.model_file)} / {gib(self.disk)}"),
+        ]
+
+
+def forecast(args: TrainingArguments, space: ParameterSpace, num_base_weights: int) -> Forecast:
+    n = trained = space.size
+    if args.pre_prune_config is not None and args.pre_prune_config.topk is not None:
+        trained = count_to_keep(args.pre_prune_config.topk, n)
+    m = args.latent_dim
+    entries = trained * (2 * m + int(args.bias_decoder)) + m
+    kinds = len({args.source, args.target})
+    gradients = 4 * trained * kinds * args.gradiend_batch_size * args.gradient_accumulation_steps
+    bytes_per_weight = 4 if args.torch_dtype == "float32" else 2
+    model_file = 4 * entries
+    # Each seed's best and its output, and the promoted copy.
+    num_kept = args.max_seeds + 2 if args.max_seeds > 1 else 2
+    return Forecast(
+        full_size=n,
+        trained_size=trained,
+        base_model=bytes_per_weight * num_base_weights,
+        head=3 * 4 * entries,
+        gradients=max(gradients, (12 if args.starts_trained else 8) * n if trained < n else 0),
+        sketches=max(sketches(head_of(args, trained), trained).values()),
+        model_file=model_file,
+        disk=model_file * num_kept,
+    )
+
+
+def head_of(args: TrainingArguments, trained: int) -> Head:
+    items = args.spectral_items if args.looks_at_items else 0
+    return Head(trained, args.latent_dim, args.bias_decoder, len({args.source, args.target}), spectral_items=items)
+
+
+def space_of(model: str, args: TrainingArguments) -> tuple[ParameterSpace, int]:
+    """The parameter space from the model's configuration alone, and the number of all its weights."""
+    config = load_base_config(model, trust_remote_code=args.trust_remote_code)
+    skeleton = skeleton_of(config, model, trust_remote_code=args.trust_remote_code)
+    return ParameterSpace.of_model(skeleton, args.params), num_weights(skeleton)
+
+
+def skeleton_of(config: Any, name: str, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model of a configuration, without memory for its weights."""
+    from gradiend_dist.model.base import is_causal
+
+    kind = AutoModelForCausalLM if is_causal(config, _NoTokenizer) else AutoModelForMaskedLM
+    try:
+        with torch.device("meta"):
+            skeleton: nn.Module = kind.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"model={name!r} is no language model that can be built: {first_line(error)}") from error
+    return skeleton
+
+
+def num_weights(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class _NoTokenizer:
+    """Stands for a tokenizer where the architecture alone must tell: unknown ones are taken as masked."""
+
+    mask_token = "[MASK]"
+
+
+def check_output(name: str, path: Path, needed: int) -> None:
+    """The directory of argument `name` can be made and written to, and the disk has room for what will be in it."""
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"{name}={path} cannot be a directory, {existing} is a file: pass another {name}.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{name}={path}: {existing} cannot be written to: pass another one, or change its permissions.")
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{name}={path} needs {gib(needed)} on disk, {gib(free)} are free: free some, pass another {name}, or "
+            "prune with pre_prune_config."
+        )
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+# --- gradiend-dist plan
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# A GPU's memory is never all ours: CUDA, NCCL and what the allocator cannot use again.
+USABLE = 0.92
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.rstrip(".") + ": see --help.")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="gradiend-dist plan",
+        allow_abbrev=False,
+        description="Memory per GPU, bytes sent per step and what fits, for every engine and pruning level; from the "
+        "model's configuration alone.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="path (config.json is enough) or hub id of the base model")
+    source.add_argument("--config_json", type=Path, help="a config.json file")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs in all (8)")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="more GPUs than this are several nodes (8)")
+    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of one GPU (80)")
+    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="of the base model (bfloat16)")
+    parser.add_argument(
+        "--pre_prune_topk", type=float, nargs="+", default=[1.0, 0.1, 0.01], help="kept shares; 1: none (1 0.1 0.01)"
+    )
+    parser.add_argument("--params", nargs="+", help="names or wildcards of the weights to train on (all)")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds that are trained at once (1)")
+    parser.add_argument("--latent_dim", type=int, default=1)
+    parser.add_argument("--gradiend_batch_size", type=int, default=1, help="gradient vectors in one step (1)")
+    parser.add_argument("--train_batch_size", type=int, default=32, help="rows in one gradient, over all ranks (32)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of the longest row (64)")
+    parser.add_argument(
+        "--spectral_items", type=int, default=0, help="items of initialization=spectral; 0: a random start (0)"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true")
+    parser.add_argument("--json", action="store_true", help="the numbers in bytes, as JSON")
+    return parser
+
+
+@dataclass(frozen=True)
+class Line:
+    """One engine at one pruning level."""
+
+    engine: str
+    launch: str
+    """File below accelerate_configs."""
+    topk: float
+    trained: int
+    need: Need
+    fits: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        need = {**vars(self.need), "peak": self.need.peak}
+        return {**vars(self), "need": need}
+
+
+def answer(argv: Sequence[str]) -> str:
+    """What `gradiend-dist plan` prints."""
+    options = make_parser().parse_args(list(argv))
+    check_options(options)
+    model, name = named_skeleton(options)
+    base = base_of(model, options.params, options.dtype)
+    lines = [line for topk in options.pre_prune_topk for line in lines_at(base, topk, options)]
+    best = recommended(lines, options.gpus)
+    if options.json:
+        found = [{**line.to_dict(), "recommended": line is best} for line in lines]
+        return json.dumps({"model": name, "n": base.n, "num_weights": base.total, "lines": found}, indent=1)
+    return as_table(name, base, lines, best, options)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    for name in ("gpus", "gpus_per_node", "seeds", "latent_dim", "gradiend_batch_size", "train_batch_size", "tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{name}={getattr(options, name)} is not positive: pass 1 or more.")
+    if options.spectral_items < 0:
+        raise UserError(f"spectral_items={options.spectral_items} is negative: pass e.g. 16, or 0 for a random start.")
+    if not 0 < options.gpu_memory < float("inf"):
+        raise UserError(f"gpu_memory={options.gpu_memory} is not positive: pass the GiB of one GPU.")
+    for topk in options.pre_prune_topk:
+        check_topk("pre_prune_topk", topk)
+
+
+def named_skeleton(options: argparse.Namespace) -> tuple[nn.Module, str]:
+    if options.config_json is None:
+        config = load_base_config(options.model, trust_remote_code=options.trust_remote_code)
+        return skeleton_of(config, options.model, trust_remote_code=options.trust_remote_code), options.model
+    config, name = read_config(options.config_json), str(options.config_json)
+    return skeleton_of(config, name, trust_remote_code=options.trust_remote_code), name
+
+
+def read_config(path: Path) -> Any:
+    """The configuration in a JSON file of any name."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config_json={path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"config_json={path} is no JSON: {first_line(error)}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise UserError(f"config_json={path} names no model_type: pass the config.json of a language model.")
+    kind = values.pop("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"config_json={path} is no configuration that can be read: {first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise UserError(f"config_json={path} is that of an encoder-decoder model: pass a masked or a causal one.")
+    return config
+
+
+def base_of(model: nn.Module, params: Sequence[str] | None, dtype: str) -> Base:
+    """What the formulas need to know of a model."""
+    space = ParameterSpace.of_model(model, params)
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    try:
+        layers = [num_weights(layer) for layer in layers_of(model, None)]
+    except UserError:  # its authors name no layers: FSDP would gather it as a whole
+        layers = []
+    return Base(
+        weight_sizes=tuple(weight.numel for weight in space.weights),
+        total=num_weights(model),
+        bytes_per_weight=DTYPES[dtype],
+        layer_sizes=tuple(layers),
+        first_dimensions=tuple(weight.shape[0] for weight in space.weights),
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+    )
+
+
+def lines_at(base: Base, topk: float, options: argparse.Namespace) -> Iterator[Line]:
+    trained = count_to_keep(topk, base.n)
+    head = Head(
+        trained,
+        options.latent_dim,
+        items=options.gradiend_batch_size,
+        seeds=options.seeds,
+        spectral_items=options.spectral_items,
+    )
+    run = Run(base, head, options.train_batch_size, options.tokens)
+    for engine, launch, need in needs_of(run, options.gpus, several_nodes=options.gpus > options.gpus_per_node):
+        yield Line(engine, launch, topk, trained, need, need.peak <= USABLE * options.gpu_memory * GIB)
+
+
+def needs_of(run: Run, gpus: int, *, several_nodes: bool) -> Iterator[tuple[str, str, Need]]:
+    """(engine, Accelerate file, needs) for every way to launch on these GPUs."""
+    nodes = "_nodes" if several_nodes else ""
+    for count in range(1, min(gpus, 3) + 1):
+        yield f"placed, {count} GPU{'s' if count > 1 else ''}", "single.yaml", need_placed(run, count)
+    if gpus == 1:
+        return
+    yield "sliced", f"multi_gpu{nodes}.yaml", need_sliced(run, gpus)
+    if run.base.layer_sizes:
+        yield "sliced, FSDP2 base", f"fsdp2{nodes}.yaml", need_fsdp(run, gpus)
+    for stage in (1, 2, 3):
+        yield f"zero{stage}", f"zero{stage}.yaml", need_zero(run, stage, gpus)
+    yield "zero3, offload", "zero3_offload.yaml", need_zero(run, 3, gpus, offload=True)
+
+
+def recommended(lines: Sequence[Line], gpus: int) -> Line | None:
+    """Of what fits: the least pruning; then what uses all GPUs, the base whole rather than cut, DeepSpeed last.
+
+    A single process is for a single GPU: on more it leaves all but one idle at any time.
+    """
+    order = ["placed, 1 GPU"] if gpus == 1 else ["sliced", "sliced, FSDP2 base", "zero3, offload"]
+    fitting = [line for line in lines if line.fits and line.engine in order]
+    return min(fitting, key=lambda line: (-line.topk, order.index(line.engine)), default=None)
+
+
+PARTS = ("base", "weights", "moments", "x, y", "indices", "buffers", "pruning", "sketches", "peak")
+
+COLUMNS = ("keeps", "engine", *PARTS, "fits", "sent", "host", "launch with")
+
+
+def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, options: argparse.Namespace) -> str:
+    from gradiend_dist.commands.tables import table
+
+    rows = []
+    for line in lines:
+        need = line.need
+        held = (need.base, need.weights, need.moments, need.gradients, need.indices)
+        parts = (*held, need.buffers, need.pre_prune, max(need.held_out, need.spectral), need.peak)
+        mark = f"accelerate_configs/{line.launch}{'   <- recommended' if line is best else ''}"
+        keeps = "all" if line.topk == 1.0 else f"{100 * line.topk:g} %"
+        sizes = (*map(plain, parts), "yes" if line.fits else "no", plain(need.sent), plain(need.host))
+        rows.append((keeps, line.engine, *sizes, mark))
+    head = (
+        f"{name}: {base.total:,} weights, {base.n:,} in the backbone's space; {options.dtype}, {options.gpus} GPUs of "
+        f"{options.gpu_memory:g} GiB, {options.seeds} seed{'s' if options.seeds > 1 else ''} at once\n"
+        "GiB of the fullest GPU (buffers: of a step or of a pass of the base, whichever is more; pruning: vectors of "
+        "pre-pruning, when weights, moments, x and y are not there yet; sketches: of held-out items or, before there "
+        f"are moments, of a spectral start; fits: peak within {100 * USABLE:g} %),\n"
+        "GiB sent per GPU and step with new gradients, GiB of host memory per rank while a state is saved\n"
+    )
+    words = "" if best is not None else "\nNothing fits: use more GPUs, larger ones, or prune more (--pre_prune_topk)."
+    return f"{head}\n{table(COLUMNS, rows)}{words}"
+
+
+def plain(num_bytes: int) -> str:
+    """GiB with three figures."""
+    value = num_bytes / GIB
+    if value and value < 0.005:
+        return "<0.01"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,95 @@
+"""The rewriting command: a changed copy of a run's base model, as a plain Hugging Face model.
+
+gradiend-dist rewrite RUN_DIR --target_class F --output_dir rewritten
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradiend_dist.commands.evaluate import SelectionOptions, read_flags, run_on_finished
+from gradiend_dist.commands.process import Process
+from gradiend_dist.config.arguments import help_field
+from gradiend_dist.config.checks import require
+from gradiend_dist.rewriting.card import check_output
+from gradiend_dist.trainer import TextPredictionTrainer
+
+
+@dataclass(kw_only=True)
+class RewriteOptions(SelectionOptions):
+    """Which change, and where to; without a learning_rate, selected as `gradiend-dist evaluate` does it."""
+
+    target_class: str | None = help_field(None, "The class to make more probable (required, but for a given factor).")
+    output_dir: str | None = help_field(None, "Directory of the changed model (required).")
+    weaken: bool = help_field(False, "Make the class less probable instead.")
+    learning_rate: float | None = help_field(
+        None, "Strength. None: as the decoder grid selects, which is run if needed."
+    )
+    feature_factor: float | None = help_field(None, "With learning_rate. None: the one that pushes the right way.")
+    dtype: str | None = help_field(None, "float32, bfloat16, float16 or float64. None: that of the base model's files.")
+    max_shard_size: str = help_field("5GB", "Weights are saved in files of at most this size.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    process = Process(
+        "gradiend-dist rewrite",
+        memory_remedy="run it where the base model and its GRADIEND model fit in memory.",
+        kept="stopped; nothing was written, but finished points of the grid are kept",
+    )
+    return run_on_finished(process, parse, run, sys.argv[1:] if argv is None else argv)
+
+
+def parse(argv: Sequence[str]) -> tuple[Path, RewriteOptions]:
+    run_dir, options = read_flags(
+        argv,
+        RewriteOptions,
+        prog="gradiend-dist rewrite RUN_DIR",
+        description="Save a changed copy of the base model of a finished run.",
+    )
+    require(options.output_dir is not None, "output_dir is missing: pass --output_dir DIRECTORY.")
+    require(
+        options.target_class is not None or options.feature_factor is not None,
+        "target_class is missing: pass --target_class NAME, or --feature_factor and --learning_rate.",
+    )
+    require(
+        options.learning_rate is not None or options.feature_factor is None,
+        f"feature_factor={options.feature_factor} needs a learning_rate: pass both, or neither.",
+    )
+    options.check()
+    check_output(str(options.output_dir), options.dtype, options.max_shard_size)
+    return run_dir, options
+
+
+def run(trainer: TextPredictionTrainer, options: RewriteOptions) -> int:
+    results = None
+    if options.learning_rate is None and options.target_class is not None:
+        results = trainer.evaluate_decoder(
+            target_class=options.target_class,
+            increase_target_probabilities=not options.weaken,
+            use_cache=True,
+            **options.asked(),
+        )
+    trainer.rewrite_base_model(
+        results,
+        target_class=options.target_class,
+        increase_target_probabilities=not options.weaken,
+        output_dir=options.output_dir,
+        learning_rate=options.learning_rate,
+        feature_factor=options.feature_factor,
+        part=options.part,
+        scaling=options.scaling,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+    )
+    if trainer.comm.is_first:
+        card = Path(str(options.output_dir)) / "README.md"
+        print(card.read_text(encoding="utf-8").split("---\n", 2)[2].strip())
+        print(f"\n  model         {options.output_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Does a dataclass hold values of its annotated types? Python does not ask; users and YAML files get it wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from numbers import Integral, Real
+from typing import Any
+
+from gradiend_dist.errors import UserError
+
+_NAMES = {
+    int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null",
+}  # fmt: skip
+
+
+def check_types(arguments: Any, prefix: str = "") -> None:
+    """Every field has a value of its type, and numbers are finite; the field's help is the remedy."""
+    hints = typing.get_type_hints(type(arguments))
+    for item in dataclasses.fields(arguments):
+        value, hint = getattr(arguments, item.name), hints[item.name]
+        if not fits(value, hint):
+            remedy = item.metadata.get("help", "see the documentation of this argument.")
+            raise UserError(f"{prefix}{item.name}={value!r} is not {describe(hint)}: {remedy}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Is `value` of the annotated type? An int is a float too, True is no number, and a tuple is a list."""
+    parts = typing.get_args(hint)
+    if hint is Any:
+        return True
+    if is_union(hint):
+        return any(fits(value, part) for part in parts)
+    if hint in (int, float):
+        number = Integral if hint is int else Real
+        return isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list | tuple) and all(fits(item, parts[0]) for item in value)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict) and all(fits(k, parts[0]) and fits(v, parts[1]) for k, v in value.items())
+    return isinstance(value, hint)
+
+
+def is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def describe(hint: Any) -> str:
+    """The type in words: "a whole number or null"."""
+    if is_union(hint):
+        return " or ".join(describe(part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is not None:
+        return f"a {str(hint).replace('typing.', '')}"
+    return _NAMES.get(hint, f"a {hint.__name__}")
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    require(value in choices, f"{name}={value!r} is not known: choose one of {', '.join(choices)}.")
+
+
+def require_positive(name: str, value: float | None, *, zero: bool = False) -> None:
+    low = "at least 0" if zero else "positive"
+    fine = value is None or (value >= 0 if zero else value > 0)
+    require(fine, f"{name}={value} must be {low}: pass a larger number.")
+
+
+def check_topk(name: str, topk: int | float | None) -> None:
+    """A float is a share in (0, 1], an int a count of at least 1; None leaves the step out."""
+    if topk is None:
+        return
+    require(
+        not isinstance(topk, bool) and isinstance(topk, int | float),
+        f"{name}={topk!r} is not a number: pass a share like 0.01 or a count like 1000.",
+    )
+    if isinstance(topk, float):
+        require(0.0 < topk <= 1.0, f"{name}={topk} is not a share in (0, 1]: pass e.g. 0.01, or an int for a count.")
+    else:
+        require(topk >= 1, f"{name}={topk} keeps nothing: pass at least 1, or a share like 0.01.")
+
+
+def check_seed(name: str, seed: int | None) -> None:
+    require(seed is None or 0 <= seed < 2**32, f"{name}={seed} is not in [0, 2^32): pass another.")

@@ -1,0 +1,87 @@
+"""The processes that Accelerate started, and what for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.errors import UserError
+
+# One per process, as Accelerate and torch have one default group.
+_joined: list[Launch] = []
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes that were started, and what for."""
+
+    engine: str
+    """placed, sliced or zero."""
+    comm: Comm
+    accelerator: Any = None
+    shards_base: bool = False
+
+    def __str__(self) -> str:
+        if self.engine == "placed":
+            return "one process"
+        base = "base model sharded with FSDP2" if self.shards_base else "base model on every rank"
+        return f"{self.comm.world_size} ranks, engine {self.engine}, {base}"
+
+
+def launched(timeout: float) -> Launch:
+    """The processes that work together, and this one among them; the first call joins them."""
+    if not _joined:
+        _joined.append(_join(timeout))
+    return _joined[0]
+
+
+def _join(timeout: float) -> Launch:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed, fsdp = (_is_on(f"ACCELERATE_USE_{name}") for name in ("DEEPSPEED", "FSDP"))
+    if world_size == 1 and not deepspeed:
+        return Launch("placed", Comm(timeout=timeout))
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    on_cpu = not torch.cuda.is_available() or _is_on("ACCELERATE_USE_CPU")
+    if on_cpu and deepspeed:
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=timedelta(seconds=timeout))
+    # cpu=True would silently drop DeepSpeed; without it, and with gloo named, both are honoured.
+    accelerator = Accelerator(cpu=on_cpu and not deepspeed, kwargs_handlers=[group])
+    if deepspeed:
+        # It is for encoder and decoder alone: under stage 3 transformers would cut the base model as well.
+        unset_hf_deepspeed_config()
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    comm = Comm.join(timeout)
+    if comm.world_size != world_size or accelerator.num_processes != world_size:
+        raise UserError(
+            f"WORLD_SIZE={world_size} but {accelerator.num_processes} processes found each other: launch with "
+            "`accelerate launch --config_file accelerate_configs/...`."
+        )
+    if fsdp:
+        _require_fsdp2(accelerator)
+    return Launch("zero" if deepspeed else "sliced", comm, accelerator, shards_base=fsdp)
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def _require_fsdp2(accelerator: Any) -> None:
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # Torch shards on CPUs as well, Accelerate does not think of it: the same plugin, from the same environment.
+        plugin = FullyShardedDataParallelPlugin()
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+        accelerator.state.fsdp_plugin = plugin
+    if accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise UserError("fsdp_version=1 flattens the weights beyond recognition: set fsdp_version: 2.")

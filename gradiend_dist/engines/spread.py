@@ -1,0 +1,109 @@
+"""How the work is spread over processes: one engine for each way of launching. Accelerate's configuration chooses.
+
+one process                placed   encoder, decoder and base on the documented devices
+MULTI_GPU, MULTI_CPU       sliced   every rank a range of n; the base whole on each, rows split
+FSDP                       sliced   every rank its shards of the base, and the same part of n
+DEEPSPEED                  zero     encoder and decoder in a DeepSpeed engine; the base whole on each, rows split
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.devices import Placement, placement_of
+from gradiend_dist.distributed.fsdp import shard_model, shard_of
+from gradiend_dist.distributed.launch import Launch, launched
+from gradiend_dist.engines.base import Engine, StepOptions
+from gradiend_dist.engines.sliced import PlacedEngine, SlicedEngine
+from gradiend_dist.errors import UserError
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
+from gradiend_dist.space import ParameterSpace, Part
+
+logger = logging.getLogger(__name__)
+
+DEVICE_ARGUMENTS = ("device", "device_encoder", "device_decoder", "device_base_model", "encoder_decoder_same_device")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where this process's share of everything is."""
+
+    launch: Launch
+    placement: Placement
+    shards: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """Of a sharded base: which entries of each weight each rank holds."""
+
+    @classmethod
+    def of(cls, args: TrainingArguments) -> Spread:
+        launch = launched(args.ddp_timeout)
+        if launch.engine == "placed":
+            placement = placement_of(args)
+            logger.info("one process: %s", placement)
+            if torch.cuda.device_count() > 1:
+                logger.info(
+                    "%d GPUs are visible; launch/single_node.sh --engine multi_gpu uses all of them at the same time",
+                    torch.cuda.device_count(),
+                )
+            return cls(launch, placement)
+        for name in DEVICE_ARGUMENTS:
+            if getattr(args, name):
+                raise UserError(
+                    f"{name}={getattr(args, name)} places a single process, and {launch.comm.world_size} were "
+                    "launched: leave it out, or launch one."
+                )
+        device = torch.device(launch.accelerator.device)
+        logger.info("%s", launch)
+        return cls(launch, Placement(device, device, device))
+
+    @property
+    def comm(self) -> Comm:
+        return self.launch.comm
+
+    def settle(self, base_model: nn.Module, space: ParameterSpace) -> tuple[Spread, nn.Module]:
+        """Put the base model where it belongs: on its device, or in shards on all of them."""
+        if not self.launch.shards_base:
+            return self, base_model.to(self.placement.base_model)
+        plugin = self.launch.accelerator.state.fsdp_plugin
+        wanted = {weight.name for weight in space.weights}
+        sharded = shard_model(base_model, plugin, self.placement.base_model, wanted)
+        shards = self.comm.gather({name: shard_of(parameter) for name, parameter in sharded.named_parameters()})
+        return Spread(self.launch, self.placement, shards), sharded
+
+    def parts(self, space: ParameterSpace) -> list[Part]:
+        """What each rank owns of a vector over this space."""
+        ranks = range(self.comm.world_size)
+        if self.launch.engine == "zero":
+            return [Part.whole(space.size) for _ in ranks]
+        if self.shards:
+            return [space.part_of_shards(shards) for shards in self.shards]
+        return [Part.even(space.size, rank, len(ranks)) for rank in ranks]
+
+    def part(self, space: ParameterSpace) -> Part:
+        return self.parts(space)[self.comm.rank]
+
+    def resting_parts(self, space: ParameterSpace) -> list[Part]:
+        """What each rank owns of a model that is not being trained: pruned, encoded with, written."""
+        if self.launch.engine == "zero":
+            return [Part.even(space.size, rank, self.comm.world_size) for rank in range(self.comm.world_size)]
+        return self.parts(space)
+
+    def resting_part(self, space: ParameterSpace) -> Part:
+        return self.resting_parts(space)[self.comm.rank]
+
+    def own_shards(self) -> dict[str, tuple[int, int]] | None:
+        return self.shards[self.comm.rank] if self.shards else None
+
+    def make_engine(self, model: ParamMappedGradiendModel, options: StepOptions) -> Engine:
+        if self.launch.engine == "zero":
+            from gradiend_dist.engines.zero import ZeroEngine
+
+            return ZeroEngine(model, options, self.comm, self.launch.accelerator)
+        if self.launch.engine == "sliced":
+            return SlicedEngine(model, options, self.comm)
+        return PlacedEngine(model, options)

@@ -1,0 +1,115 @@
+"""How much of the target the decoder explains, on items that training does not see; and how much one latent could.
+
+    explained          1 - loss / E[y^2]              0: as good as no decoder at all; below 0: worse
+    explained_centred  1 - loss / E[(y - mean y)^2]   0: as good as a decoder that has learnt the mean alone
+    their limits       the same for the best model of one latent that answers all items of a class alike
+
+A high correlation says that the encoder tells the classes apart; only these say whether the decoder has learnt. One
+latent reaches the points of a line: the means of two classes, and of those of a third, the identities, what is nearest.
+Means are taken from the items that they are compared with, which are nearer to them than others would be: of g items
+one degree of freedom is lost, and the limit makes up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradiend_dist.engines.sliced import CHUNK, CHUNK_ON_GPU, affine, encode_parts, square
+from gradiend_dist.gradients.items import Item
+from gradiend_dist.gradients.sketch import Sketch
+from gradiend_dist.gradients.store import GradientSource
+from gradiend_dist.model.gradiend import GradiendModel
+
+
+class HeldOut:
+    """The held-out items; every number is the same on all ranks."""
+
+    def __init__(
+        self, gradients: GradientSource, items: Sequence[Item], labels: Sequence[float], source: str | None, target: str
+    ) -> None:
+        self.gradients, self.items, self.source, self.target = gradients, list(items), source, target
+        self.labels = torch.tensor(labels, dtype=torch.float64)
+        """What a decoder without encoder (`source` None) starts from; and the classes."""
+        self.comm = gradients.base.comm
+        self._products: Tensor | None = None
+
+    @property
+    def num_vectors(self) -> int:
+        return len(self.items) * len({self.source, self.target} - {None})
+
+    @torch.no_grad()
+    def measure(self, model: GradiendModel) -> dict[str, float | None]:
+        """The shares that a model, or all ranks' parts of one, explains; `held_out_loss` is the loss of training."""
+        errors = torch.zeros((), dtype=torch.float64, device=model.device_decoder)
+        sketch = self._new_sketch() if self._products is None else None
+        for number, item in enumerate(self.items):
+            kinds = [self.target] if self.source is None else [self.source, self.target]
+            vectors = self.gradients.get(item, kinds, keep=True)
+            if sketch is not None:
+                sketch.put(number, vectors[self.target])
+            errors += self._squared_error(model, vectors, self.labels[number])
+        if sketch is not None:
+            self._products = sketch.gram([item.name for item in self.items], self.target)
+        total = float(errors if model.part.is_whole else self.comm.total(errors))
+        return {"held_out_loss": total / (len(self.items) * model.input_dim), **self._shares(total, model.latent_dim)}
+
+    def _new_sketch(self) -> Sketch:
+        base = self.gradients.base
+        return Sketch(len(self.items), base.part, self.comm, base.device)
+
+    def _squared_error(self, model: GradiendModel, vectors: dict[str, Tensor], label: Tensor) -> Tensor:
+        """This rank's part of |y' - y|^2; the latent is everyone's."""
+        target = self._own(model, vectors[self.target]).to(model.device_decoder)
+        if self.source is None:
+            latent = label.reshape(1, 1).to(target)
+        else:
+            source = self._own(model, vectors[self.source]).unsqueeze(0)
+            latent = encode_parts(model, source, lambda sums: sums if model.part.is_whole else self.comm.total(sums))
+        latent, bias = latent.to(target), model.decoder_bias_vector
+        activation: nn.Module = model.decoder[1]
+        found = torch.zeros((), dtype=torch.float64, device=target.device)
+        size = CHUNK_ON_GPU if target.device.type == "cuda" else CHUNK
+        for start in range(0, len(target), size):
+            chunk = slice(start, start + size)
+            decoded = affine(latent, model.decoder_weight[chunk], None if bias is None else bias[chunk])
+            found += square(activation(decoded)[0] - target[chunk])
+        return found
+
+    def _own(self, model: GradiendModel, vector: Tensor) -> Tensor:
+        """DeepSpeed has whole gradients on every rank, and a model at rest is cut."""
+        is_cut = self.gradients.base.part.is_whole and not model.part.is_whole
+        return model.part.take(vector) if is_cut else vector
+
+    def _shares(self, error: float, latent_dim: int) -> dict[str, float | None]:
+        assert self._products is not None, "made by the first measurement"
+        size = float(self._products.trace())
+        around_mean = size - float(self._products.sum()) / len(self._products)
+        unexplained = out_of_reach(self._products, self.labels, latent_dim)
+        found: dict[str, float | None] = {}
+        for name, whole in (("explained", size), ("explained_centred", around_mean)):
+            is_there = whole > 1e-12 * size
+            found[name] = 1.0 - error / whole if is_there else None
+            found[f"{name}_limit"] = 1.0 - unexplained / whole if is_there and unexplained is not None else None
+        return found
+
+
+def out_of_reach(products: Tensor, labels: Tensor, latent_dim: int) -> float | None:
+    """What class means on a line (plane, ...) leave of the squares, for their true means; None with too few items."""
+    classes = labels.unique()
+    member = (labels.unsqueeze(0) == classes.unsqueeze(1)).to(products)
+    counts = member.sum(1)
+    means = member @ products @ member.T / (counts.unsqueeze(1) * counts)
+    inside = torch.stack([(row * products.diagonal()).sum() for row in member]) - counts * means.diagonal()
+    if ((counts == 1) & (means.diagonal() > 0)).any():
+        return None
+    spread = float((inside * counts / (counts - 1).clamp_min(1)).sum())
+    noise = float(inside.sum() / (counts - 1).clamp_min(1).sum())
+    # Between the classes: all but the leading components, less what the noise of the means adds to each.
+    shares = (counts / counts.sum()).sqrt()
+    middle = torch.eye(len(classes), dtype=products.dtype) - (shares.square()).unsqueeze(0)
+    scatter = counts.sqrt().unsqueeze(1) * (middle @ means @ middle.T) * counts.sqrt()
+    beyond = torch.linalg.eigvalsh(scatter).flip(0)[latent_dim : len(classes) - 1]
+    return spread + float((beyond - noise).clamp_min(0.0).sum())

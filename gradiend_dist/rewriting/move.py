@@ -1,0 +1,345 @@
+"""Rewriting a base model along what was learnt: theta' = theta + learning_rate * s(v).
+
+v is the decoder's vector for a feature factor, or one of the model's other vectors (`part`); s weighs its entries:
+
+    plain       s(v) = v, as in the reference
+    tensor      the share of each base weight gets that weight's own size (root mean square); |s(v)| = |v|
+    curvature   v / (F + damping), F from the language model's own gradients; see `gradiend_dist.curvature`
+
+`InPlace` moves a base model to any number of points and back to the bit: it holds one copy of the entries that it
+touches and nothing else of their number, since s(v) is formed piece by piece. `save_rewritten` writes a plain Hugging
+Face model with a card.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradiend_dist.config.arguments import PARTS
+from gradiend_dist.config.checks import require_choice
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.fsdp import reshard
+from gradiend_dist.errors import UserError
+from gradiend_dist.space import Weight
+
+# Entries of a weight that are moved together: on a CPU what stays in its cache, on a GPU enough to keep it busy.
+CHUNK = 2**18
+
+CHUNK_ON_GPU = 2**24
+
+SCALINGS = ("plain", "tensor", "curvature")
+
+
+class Vectors(Protocol):
+    """The vectors of a GRADIEND model, by ranges of their entries."""
+
+    latent_dim: int
+    decoder_activation: nn.Module
+
+    def encoder(self, where: slice) -> Tensor: ...  # [m, k]
+
+    def decoder(self, where: slice) -> Tensor: ...  # [k, m]
+
+    def bias(self, where: slice) -> Tensor | None: ...  # [k]
+
+
+class VectorsInMemory:
+    """Those of a model, or of this rank's part of one."""
+
+    def __init__(self, gradiend: Any) -> None:
+        self.gradiend = gradiend
+        self.latent_dim: int = gradiend.latent_dim
+        self.decoder_activation: nn.Module = gradiend.decoder[1]
+
+    def encoder(self, where: slice) -> Tensor:
+        found: Tensor = self.gradiend.encoder_weight[:, where]
+        return found
+
+    def decoder(self, where: slice) -> Tensor:
+        found: Tensor = self.gradiend.decoder_weight[where]
+        return found
+
+    def bias(self, where: slice) -> Tensor | None:
+        bias: Tensor | None = self.gradiend.decoder_bias_vector
+        return None if bias is None else bias[where]
+
+
+class VectorsInFile:
+    """Those of a saved model, read as they are wanted: for a rank that has only a part of them in memory."""
+
+    def __init__(self, path: Path, gradiend: Any) -> None:
+        self.latent_dim: int = gradiend.latent_dim
+        self.decoder_activation: nn.Module = gradiend.decoder[1]
+        self._file: Any = safe_open(str(path), framework="pt")
+        self._has_bias = gradiend.bias_decoder
+
+    def encoder(self, where: slice) -> Tensor:
+        found: Tensor = self._file.get_slice("encoder.0.linear.weight")[:, where.start : where.stop]
+        return found
+
+    def decoder(self, where: slice) -> Tensor:
+        found: Tensor = self._file.get_slice("decoder.0.linear.weight")[where.start : where.stop]
+        return found
+
+    def bias(self, where: slice) -> Tensor | None:
+        if not self._has_bias:
+            return None
+        found: Tensor = self._file.get_slice("decoder.0.linear.bias")[where.start : where.stop]
+        return found
+
+
+def check_direction(feature_factor: float | Sequence[float], part: str, *, latent_dim: int, bias: bool) -> None:
+    if part == "decoder":
+        count = torch.as_tensor(feature_factor).numel()
+        if count not in (1, latent_dim):
+            raise UserError(f"feature_factor has {count} values, latent_dim is {latent_dim}: pass as many.")
+        return
+    require_choice("part", part, ("decoder", *PARTS))
+    if part in ("decoder-bias", "decoder-sum") and not bias:
+        raise UserError(f"part={part} needs a decoder bias, this model has none: use decoder-weight.")
+
+
+@torch.no_grad()
+def direction(vectors: Vectors, where: slice, feature_factor: float | Sequence[float], part: str) -> Tensor:
+    """The entries `where` of v, in float32; `part` other than decoder does not depend on the factor."""
+    if part == "encoder-weight":
+        return vectors.encoder(where).sum(0).float()
+    bias = vectors.bias(where)
+    if part == "decoder-bias":
+        assert bias is not None, "checked before"
+        return bias.float()
+    decoder = vectors.decoder(where)
+    if part == "decoder":
+        latent = torch.as_tensor(feature_factor, dtype=decoder.dtype, device=decoder.device).reshape(-1)
+        # One latent, the usual case: a scaled copy is several times faster than a product with a matrix of one column.
+        linear = decoder[:, 0] * latent if vectors.latent_dim == 1 else decoder @ latent.expand(vectors.latent_dim)
+        found: Tensor = vectors.decoder_activation(linear if bias is None else linear.add_(bias))
+        return found.float()
+    return (decoder.sum(1) if part == "decoder-weight" or bias is None else decoder.sum(1) + bias).float()
+
+
+class Piece(NamedTuple):
+    """Some entries of v before they are scaled, and of the base model before it is moved."""
+
+    weight: int
+    """Which of the weights."""
+    where: slice
+    """In the vectors."""
+    step: Tensor
+    entries: Tensor
+
+
+class Factors(Protocol):
+    """What the entries of one v are multiplied with."""
+
+    def at(self, weight: int, where: slice) -> Tensor | float: ...
+
+
+class Scaling(Protocol):
+    """How the entries of v are weighed against each other: the factors depend on all of v."""
+
+    def fit(self, pieces: Iterable[Piece]) -> Factors: ...
+
+
+class ByTensor:
+    """Every base weight moves by the same share of its size; with `comm` each rank has a part of each weight."""
+
+    def __init__(self, comm: Comm | None = None) -> None:
+        self.comm = comm or Comm()
+
+    def fit(self, pieces: Iterable[Piece]) -> Factors:
+        sums: dict[int, list[float]] = {}
+        for piece in pieces:
+            of_step, of_weight = sums.setdefault(piece.weight, [0.0, 0.0])
+            sums[piece.weight] = [of_step + squares(piece.step), of_weight + squares(piece.entries)]
+        # A rank has nothing of a weight that is smaller than the number of ranks.
+        count = int(self.comm.largest(1 + max(sums, default=-1))[0])
+        own = torch.tensor([sums.get(weight, [0.0, 0.0]) for weight in range(count)], dtype=torch.float64)
+        return _PerWeight(self.comm.total_on_host(own.reshape(count, 2)).tolist())
+
+
+class _PerWeight:
+    """`sums` of the squares of each weight's (share of v, own entries)."""
+
+    def __init__(self, sums: Sequence[Sequence[float]]) -> None:
+        before = sum(of_step for of_step, _ in sums)
+        after = sum(of_weight for of_step, of_weight in sums if of_step > 0.0)
+        constant = before / after if after > 0.0 else 0.0  # all that v would move is zero, and has no size
+        self._factors = [math.sqrt(constant * own / step) if step > 0.0 else 0.0 for step, own in sums]
+
+    def at(self, weight: int, where: slice) -> float:  # noqa: ARG002
+        return self._factors[weight]
+
+
+def scaling_without_texts(name: str) -> Scaling | None:
+    """What a model can do that has no data beside it."""
+    require_choice("scaling", name, SCALINGS)
+    if name == "curvature":
+        raise UserError(
+            "scaling=curvature needs neutral texts and a model has none: use the rewrite_base_model of a "
+            "TextPredictionTrainer, or scaling=tensor."
+        )
+    return ByTensor() if name == "tensor" else None
+
+
+def squares(entries: Tensor) -> float:
+    """Their sum: squared in float32, since half precision has no room for it, and added up in float64."""
+    return float(entries.float().square().sum(dtype=torch.float64))
+
+
+class InPlace(AbstractContextManager["InPlace"]):
+    """A base model that can be moved and is itself again, bit for bit, when the block ends.
+
+    `weights` say where in `vectors` the entries of each weight are: of the whole space, or, over a sharded base model,
+    of this rank's shards; a `scaling` then has to know the other ranks.
+    """
+
+    def __init__(
+        self, base_model: nn.Module, weights: Sequence[Weight], vectors: Vectors, scaling: Scaling | None = None
+    ) -> None:
+        self.base_model, self.vectors, self.scaling = base_model, vectors, scaling
+        reshard(base_model)
+        parameters = dict(base_model.named_parameters())
+        self._places: list[tuple[Weight, Tensor, Tensor | None]] = []
+        for weight in weights:
+            flat = flat_entries(parameters[weight.name])
+            indices = None if weight.selected is None else weight.selected.to(flat.device)
+            self._places.append((weight, flat, indices))
+        self._originals = [flat.clone() if indices is None else flat[indices] for _, flat, indices in self._places]
+        self._factors: dict[tuple[tuple[float, ...], str], Factors] = {}
+
+    @torch.no_grad()
+    def move(self, learning_rate: float, feature_factor: float | Sequence[float], part: str = "decoder") -> None:
+        """To this point, from wherever the model is."""
+        reshard(self.base_model)
+        factors = self._fitted(feature_factor, part)
+        for number, ((weight, flat, indices), original) in enumerate(zip(self._places, self._originals, strict=True)):
+            for inside, piece in pieces_of(number, weight, original, self.vectors, feature_factor, part):
+                moved = stepped(piece.entries, scaled_step(piece, factors), learning_rate)
+                if indices is None:
+                    flat[inside] = moved
+                else:
+                    flat[indices[inside]] = moved
+
+    def _fitted(self, feature_factor: float | Sequence[float], part: str) -> Factors | None:
+        """The activation and the bias make another v of each factor: once for each, not for each learning rate."""
+        if self.scaling is None:
+            return None
+        key = (tuple(torch.as_tensor(feature_factor).reshape(-1).tolist()), part)
+        if key not in self._factors:
+            self._factors[key] = self.scaling.fit(
+                piece
+                for number, ((weight, _, _), original) in enumerate(zip(self._places, self._originals, strict=True))
+                for _, piece in pieces_of(number, weight, original, self.vectors, feature_factor, part)
+            )
+        return self._factors[key]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        reshard(self.base_model)
+        for (_, flat, indices), original in zip(self._places, self._originals, strict=True):
+            if indices is None:
+                flat.copy_(original)
+            else:
+                flat[indices] = original
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def pieces_of(
+    number: int,
+    weight: Weight,
+    entries: Tensor,
+    vectors: Vectors,
+    feature_factor: float | Sequence[float],
+    part: str,
+    indices: Tensor | None = None,
+) -> Iterator[tuple[slice, Piece]]:
+    """(place among the weight's selected entries, piece); `indices` say which of `entries` these are, None: all."""
+    for inside in chunks(weight.num_selected, entries.device):
+        where = slice(weight.offset + inside.start, weight.offset + inside.stop)
+        step = direction(vectors, where, feature_factor, part).to(entries.device)
+        own = entries[inside] if indices is None else entries[indices[inside].to(entries.device)]
+        yield inside, Piece(number, where, step, own)
+
+
+def scaled_step(piece: Piece, factors: Factors | None) -> Tensor:
+    return piece.step if factors is None else piece.step * factors.at(piece.weight, piece.where)
+
+
+@torch.no_grad()
+def rewrite(
+    base_model: nn.Module,
+    weights: Sequence[Weight],
+    vectors: Vectors,
+    learning_rate: float,
+    feature_factor: float | Sequence[float],
+    part: str = "decoder",
+    scaling: Scaling | None = None,
+) -> None:
+    """Move a model for good, with no copy of anything."""
+    factors = None
+    if scaling is not None:
+        factors = scaling.fit(piece for _, _, _, piece in _pieces(base_model, weights, vectors, feature_factor, part))
+    for weight, flat, inside, piece in _pieces(base_model, weights, vectors, feature_factor, part):
+        entries = inside if weight.selected is None else weight.selected[inside].to(flat.device)
+        flat[entries] = stepped(piece.entries, scaled_step(piece, factors), learning_rate)
+
+
+@torch.no_grad()
+def scaled_direction(
+    base_model: nn.Module,
+    weights: Sequence[Weight],
+    vectors: Vectors,
+    feature_factor: float | Sequence[float],
+    part: str,
+    scaling: Scaling,
+) -> Tensor:
+    """All of s(v) at once, for who wants to look at it."""
+    steps = [piece for _, _, _, piece in _pieces(base_model, weights, vectors, feature_factor, part)]
+    factors = scaling.fit(steps)
+    return torch.cat([scaled_step(piece, factors) for piece in steps])
+
+
+def _pieces(
+    base_model: nn.Module,
+    weights: Sequence[Weight],
+    vectors: Vectors,
+    feature_factor: float | Sequence[float],
+    part: str,
+) -> Iterator[tuple[Weight, Tensor, slice, Piece]]:
+    parameters = dict(base_model.named_parameters())
+    for number, weight in enumerate(weights):
+        flat = flat_entries(parameters[weight.name])
+        for inside, piece in pieces_of(number, weight, flat, vectors, feature_factor, part, weight.selected):
+            yield weight, flat, inside, piece
+
+
+def stepped(entries: Tensor, step: Tensor, learning_rate: float) -> Tensor:
+    """entries + learning_rate * step; the product is rounded to the entries' dtype first, as in the reference."""
+    return entries + (step * learning_rate).to(entries.dtype)
+
+
+def flat_entries(parameter: Tensor) -> Tensor:
+    """The entries that this process holds, to be written to."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+    return local.view(-1)
+
+
+def chunks(count: int, device: torch.device) -> Iterator[slice]:
+    size = CHUNK_ON_GPU if device.type == "cuda" else CHUNK
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

@@ -1,0 +1,194 @@
+"""What all seeds of a run share: the frozen base model, its tokenizer, the data, and the gradients over a space."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.data.table import FeatureData
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.devices import Placement, free_bytes
+from gradiend_dist.engines.spread import Spread
+from gradiend_dist.gradients.base import BaseGradients
+from gradiend_dist.gradients.cloze import Objective, choose_objective
+from gradiend_dist.gradients.store import GradientSource, GradientStore, store_directory
+from gradiend_dist.model.base import load_base_model
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.storage.model_dir import load_gradiend, read_context
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+# Weights and two moments of encoder, decoder and decoder bias in float32.
+BYTES_PER_ENTRY_AND_SEED = 36
+
+
+@dataclass
+class Session:
+    args: TrainingArguments
+    data: FeatureData
+    base_model: nn.Module
+    tokenizer: Any
+    spread: Spread
+    objective: Objective
+    space: ParameterSpace
+    """The space before pre-pruning."""
+    cache_dir: Path | None
+    """Where gradients are kept with use_cached_gradients."""
+    budget_bytes: int | None = None
+    """Memory for kept gradients, once a run has settled on it."""
+    _gradients: GradientSource | None = None
+
+    @classmethod
+    def open(
+        cls, args: TrainingArguments, data: FeatureData, model: str | ModelWithGradiend, cache_dir: Path | None
+    ) -> Session:
+        """Load the base model (or take the given one) and put it where it belongs."""
+        spread = Spread.of(args)
+        if isinstance(model, ModelWithGradiend):
+            base_model, tokenizer, space = model.base_model, model.tokenizer, model.gradiend.space
+        else:
+            base_model, tokenizer = load_base_model(
+                model, torch_dtype=args.torch_dtype, trust_remote_code=args.trust_remote_code
+            )
+            space = ParameterSpace.of_model(base_model, args.params)
+        spread, base_model = spread.settle(base_model.eval(), space)
+        objective = choose_objective(
+            args.prediction_objective,
+            base_model,
+            tokenizer,
+            max_length=args.max_length,
+            mask_placeholder=args.mask_placeholder,
+            as_reference=args.behaviour.reference_labels,
+        )
+        return cls(args, data, base_model, tokenizer, spread, objective, space, cache_dir)
+
+    @property
+    def comm(self) -> Comm:
+        return self.spread.comm
+
+    @property
+    def placement(self) -> Placement:
+        return self.spread.placement
+
+    def new_model(self, space: ParameterSpace, seed: int, *, drawn: bool = True) -> ModelWithGradiend:
+        """A GRADIEND model, or what this rank trains of it, with the start that `seed` draws, or none."""
+        args = self.args
+        gradiend = ParamMappedGradiendModel(
+            space,
+            args.latent_dim,
+            part=self.spread.part(space),
+            activation_encoder=args.activation_encoder,
+            activation_decoder=args.activation_decoder,
+            bias_decoder=args.bias_decoder,
+            device_encoder=self.placement.encoder,
+            device_decoder=self.placement.decoder,
+            generator=torch.Generator().manual_seed(seed),
+            initialize=drawn,
+        )
+        return self.wrap(gradiend)
+
+    def wrap(self, gradiend: ParamMappedGradiendModel) -> ModelWithGradiend:
+        """A GRADIEND model together with the shared base model."""
+        model = ModelWithGradiend(
+            self.base_model,
+            gradiend,
+            self.tokenizer,
+            source=self.args.source,
+            target=self.args.target,
+            objective=self.objective.name,
+            mask_placeholder=self.args.mask_placeholder,
+            max_length=self.args.max_length,
+            reference_labels=self.args.behaviour.reference_labels,
+        )
+        first, second = self.data.target_classes
+        model.feature_class_encoding_direction = {first: 1, second: -1}
+        return model
+
+    def load(self, path: Path) -> ModelWithGradiend:
+        """A saved GRADIEND model over the shared base model, or this rank's part of it.
+
+        Source, target and directions are those that it was trained with, whatever the arguments say now.
+        """
+        model = self.wrap(
+            load_gradiend(
+                path,
+                comm=self.comm,
+                part=self.spread.resting_part,
+                device_encoder=self.placement.encoder,
+                device_decoder=self.placement.decoder,
+            )
+        )
+        context = self.comm.first(f"reading {path}", lambda: read_context(path))
+        model.source, model.target = context["source"], context["target"]
+        model.feature_class_encoding_direction |= context.get("feature_class_encoding_direction", {})
+        return model
+
+    def base_gradients(
+        self, space: ParameterSpace, comm: Comm | None = None, parts: Sequence[Part] | None = None
+    ) -> BaseGradients:
+        """The base model's gradients over a space; by default of all ranks, each for the part that it trains."""
+        autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        return BaseGradients(
+            self.base_model,
+            self.tokenizer,
+            self.objective,
+            space,
+            micro_batch_size=self.args.base_micro_batch_size,
+            autocast=autocast,
+            comm=comm or self.comm,
+            parts=parts or self.spread.parts(space),
+            shards=self.spread.own_shards(),
+        )
+
+    def gradients(self, space: ParameterSpace) -> GradientSource:
+        """The gradients over the space that is trained in; what was kept for another space is dropped."""
+        if self._gradients is None or self._gradients.base.space != space:
+            base = self.base_gradients(space)
+            self._gradients = GradientSource(base, GradientStore(self.store_bytes(), self._directory(space, base)))
+        return self._gradients
+
+    def _directory(self, space: ParameterSpace, base: BaseGradients) -> Path | None:
+        if self.cache_dir is None:
+            return None
+        root = self.cache_dir
+        if not base.part.is_whole:
+            root = root / f"rank_{self.comm.rank}_of_{self.comm.world_size}"
+        return store_directory(root, self.base_model, self.tokenizer, space, base)
+
+    def gradients_for_encoding(self, space: ParameterSpace, *, repeated: bool) -> GradientSource:
+        """Those that training uses, or, for another space or for a model at rest, others that are not kept.
+
+        While DeepSpeed trains, every rank has the whole encoder: it encodes its share of the rows by itself.
+        """
+        in_training = repeated or (self._gradients is not None and self._gradients.base.space == space)
+        if self.spread.launch.engine != "zero" and in_training:
+            return self.gradients(space)
+        if repeated:
+            alone = self.base_gradients(space, Comm(), [Part.whole(space.size)])
+            return GradientSource(alone, GradientStore(self.store_bytes() // 2))
+        base = self.base_gradients(space, parts=self.spread.resting_parts(space))
+        return GradientSource(base, GradientStore(budget_bytes=0))
+
+    def store_bytes(self) -> int:
+        """Memory for gradients that are used again: on each rank as much, so that all ranks keep the same."""
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        if self.args.gradient_store_gib is not None:
+            return int(self.args.gradient_store_gib * GIB)
+        return int(self.free_on_every_rank(self.placement.base_model) // 4)
+
+    def free_on_every_rank(self, device: torch.device) -> float:
+        """Free memory of this rank, where it is least; ranks of one host share that."""
+        free = free_bytes(device)
+        return self.comm.smallest(free if device.type == "cuda" else free / self.comm.local_world_size)[0]

@@ -1,0 +1,33 @@
+"""The name of every file and directory that a run leaves behind, once."""
+
+from __future__ import annotations
+
+# A model directory, in the reference's format (see model_dir.py).
+WEIGHTS = "model.safetensors"
+MODEL_CONFIG = "config.json"
+INDICES = "mapping_indices.safetensors"
+MASKS = "mapping_masks.safetensors"
+CONTEXT = "gradiend_context.json"
+TRAINING = "training.json"
+TOKENIZER = "tokenizer"
+MODEL_FILES = (WEIGHTS, "pytorch_model.bin", MODEL_CONFIG, INDICES, MASKS)
+
+# An experiment's directory.
+RUN_CONFIG = "run_config.yaml"
+METRICS = "metrics.jsonl"
+STATS = "training_stats.json"
+SEED_REPORT = "seed_report.json"
+REPORT_PAGE = "report.html"
+GRID_CACHE = "decoder_grid_cache.json"
+GRID_POINTS = "decoder"
+ROW_WISE_CSV = "decoder_row_wise_scores.csv"
+
+# A saved state of training, and the file that a user touches to have one saved now.
+STATE_RUN = "run.json"
+STATE_SPACE = "space.safetensors"
+STATE_COMPLETE = "complete.json"
+STATE_PROGRESS = "progress.json"
+SAVE_TRIGGER = "SAVE_STATE"
+
+# A rewritten model.
+MODEL_CARD = "README.md"

@@ -1,0 +1,170 @@
+"""model.safetensors, written and read by all ranks at once, each its own byte ranges: nobody gathers 3n numbers.
+
+Rank 0 lays the file out (the format is an 8-byte length, a JSON header, and the tensors one behind the other), then
+everyone writes what it owns. On a file system that the ranks do not share, they hand their pieces to rank 0 instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.model.gradiend import GradiendModel
+
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+# Bytes that are brought to the host, written or sent at once.
+TOGETHER = 2**26
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of numbers of one tensor that lie one behind the other in the file and in memory."""
+
+    name: str
+    start: int
+    """In numbers from the start of the whole tensor."""
+    values: Tensor
+
+
+def shapes(model: GradiendModel) -> dict[str, tuple[int, ...]]:
+    """The tensors of the whole model, in the order of the file."""
+    n, m = model.input_dim, model.latent_dim
+    found: dict[str, tuple[int, ...]] = {"encoder.0.linear.weight": (m, n), "encoder.0.linear.bias": (m,)}
+    found["decoder.0.linear.weight"] = (n, m)
+    if model.bias_decoder:
+        found["decoder.0.linear.bias"] = (n,)
+    return found
+
+
+def pieces(model: GradiendModel) -> Iterator[Piece]:
+    """What this part owns of the file, as views of its tensors; the encoder's bias is the same on every rank."""
+    n, m = model.input_dim, model.latent_dim
+    for own, there in model.part.pieces():
+        for row in range(m):
+            yield Piece("encoder.0.linear.weight", row * n + there.start, model.encoder_weight[row, own])
+        yield Piece("decoder.0.linear.weight", there.start * m, model.decoder_weight[own].reshape(-1))
+        if model.decoder_bias_vector is not None:
+            yield Piece("decoder.0.linear.bias", there.start, model.decoder_bias_vector[own])
+    if model.part.is_whole or (model.part.ranges and model.part.ranges[0][0] == 0):
+        yield Piece("encoder.0.linear.bias", 0, model.encoder_bias)
+
+
+def write_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
+    """Write the file at `path`, whose directory exists for rank 0; complete on return."""
+    offsets = comm.first(f"laying out {path.name}", lambda: _lay_out(model, path))
+    if comm.shares(path.parent):
+        _write(path, pieces(model), offsets)
+        comm.meet(f"writing {path.name}")
+        return
+    mine = list(pieces(model))
+    for source, table in enumerate(comm.gather([(piece.name, piece.start, piece.values.numel()) for piece in mine])):
+        if comm.rank == source != 0:
+            for piece in mine:
+                for _, block in _blocks(piece.values):
+                    comm.send(block, 0)
+        elif comm.is_first:
+            _write(path, iter(mine) if source == 0 else _received(table, comm, source, model.torch_dtype), offsets)
+    comm.meet(f"writing {path.name}")
+
+
+def _received(table: list[tuple[str, int, int]], comm: Comm, source: int, dtype: torch.dtype) -> Iterator[Piece]:
+    """What rank `source` sends, in blocks, in the order of its table."""
+    for name, start, size in table:
+        for offset in range(0, size, TOGETHER // dtype.itemsize):
+            block = torch.empty(min(TOGETHER // dtype.itemsize, size - offset), dtype=dtype)
+            yield Piece(name, start + offset, comm.receive(block, source))
+
+
+def _lay_out(model: GradiendModel, path: Path) -> dict[str, int]:
+    """Write the header and size the file; returns where each tensor starts."""
+    dtype = model.torch_dtype
+    header: dict[str, object] = {}
+    offset = 0
+    for name, shape in shapes(model).items():
+        end = offset + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    return {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in header.items()}  # type: ignore[index]
+
+
+def _write(path: Path, mine: Iterator[Piece], offsets: dict[str, int]) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for piece in mine:
+            for start, block in _blocks(piece.values):
+                _write_at(descriptor, block, offsets[piece.name] + (piece.start + start) * block.itemsize)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    size = TOGETHER // values.itemsize
+    for start in range(0, values.numel(), size):
+        yield start, values[start : start + size].cpu().contiguous()
+
+
+def _write_at(descriptor: int, block: Tensor, offset: int) -> None:
+    data = memoryview(block.view(torch.uint8).numpy().data)
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def read_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
+    """Fill the model, or this rank's part of one, from a file of its whole; tensors are read by ranges.
+
+    Ranks that do not see the file get their ranges from rank 0.
+    """
+    mine = list(pieces(model))
+    if comm.everyone_sees(path):
+        with safe_open(str(path), framework="pt") as file:
+            assert sorted(file.keys()) == sorted(shapes(model)), f"{path} holds another model"
+            for piece in mine:
+                piece.values.copy_(_read(file, piece.name, piece.start, piece.values.numel()))
+            model.encoder_bias.copy_(file.get_tensor("encoder.0.linear.bias"))
+        return
+    tables = comm.gather([(piece.name, piece.start, piece.values.numel()) for piece in mine])
+    bias = ("encoder.0.linear.bias", 0, model.latent_dim)
+    if not comm.is_first:
+        for values in [*(piece.values for piece in mine), model.encoder_bias]:
+            values.copy_(comm.receive(torch.empty(values.numel(), dtype=values.dtype), 0))
+        return
+    with safe_open(str(path), framework="pt") as file:
+        for target, table in enumerate(tables):
+            for number, (name, start, size) in enumerate([*table, bias]):
+                found = _read(file, name, start, size)
+                if target:
+                    comm.send(found, target)
+                else:
+                    [*(piece.values for piece in mine), model.encoder_bias][number].copy_(found)
+
+
+def _read(file: Any, name: str, start: int, size: int) -> Tensor:
+    """`size` numbers of a tensor from its `start`-th on: a range of one row, or whole rows of a narrow one."""
+    tensor = file.get_slice(name)
+    shape = tensor.get_shape()
+    if len(shape) == 1:
+        return tensor[start : start + size]
+    if name.startswith("encoder"):
+        row, first = divmod(start, shape[1])
+        return tensor[row : row + 1, first : first + size].reshape(-1)
+    width = shape[1]
+    return tensor[start // width : (start + size) // width].reshape(-1)

@@ -1,0 +1,175 @@
+"""What training takes from a session: rows and their order, what judges it, where it starts, what is pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from torch import Tensor
+
+from gradiend_dist.config.arguments import ITEMS_OF_A_SIDE, PrePruneConfig
+from gradiend_dist.data.schedule import Schedule, cap_per_group, make_schedule
+from gradiend_dist.evaluation.encoder import EncoderEvaluation
+from gradiend_dist.evaluation.explained import HeldOut
+from gradiend_dist.gradients.items import Item, ItemRows
+from gradiend_dist.gradients.store import GradientSource, GradientStore
+from gradiend_dist.session import Session
+from gradiend_dist.space import ParameterSpace
+from gradiend_dist.training.pruning import pre_prune, pre_prune_by_items, top_over_ranks
+from gradiend_dist.training.spectral import SpectralStart, draw_items
+
+# Weights and two moments of encoder, decoder and decoder bias in float32.
+BYTES_PER_ENTRY_AND_SEED = 36
+
+
+class TrainingInputs:
+    """The inputs of all seeds of a run, each made once. All ranks make and ask them in the same order."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._items: ItemRows | None = None
+        self._schedule: Schedule | None = None
+        self._kept: GradientSource | None = None
+        self._evaluations: dict[tuple[str, int | None], EncoderEvaluation] = {}
+
+    def evaluation(self, space: ParameterSpace, split: str, max_size: int | None) -> EncoderEvaluation:
+        """The evaluation that is repeated while a space is trained in: made once, and its gradients are kept."""
+        kept = self.session.gradients(space)
+        if kept is not self._kept:  # those of another space were dropped, and their evaluations go with them
+            self._kept, self._evaluations = kept, {}
+        key = (split, max_size)
+        if key not in self._evaluations:
+            gradients = self.session.gradients_for_encoding(space, repeated=True)
+            self._evaluations[key] = EncoderEvaluation.of(
+                self.session, gradients, split, max_size, source=self.session.args.source, repeated=True
+            )
+        return self._evaluations[key]
+
+    def training_rows(self) -> pd.DataFrame:
+        rows = self.session.data.rows("train")
+        return cap_per_group(
+            rows, self.session.args.train_max_size, column="feature_class_id", seed=self.session.args.data_seed
+        )
+
+    def training_items(self) -> ItemRows:
+        """The training rows, tokenized once for all seeds."""
+        if self._items is None:
+            self._items = ItemRows(self.training_rows(), self.session.objective)
+        return self._items
+
+    def schedule(self) -> Schedule:
+        """Which training rows make which gradient item: the same for all seeds."""
+        if self._schedule is None:
+            self._schedule = make_schedule(
+                self.training_items().rows,
+                self.session.args.train_batch_size,
+                seed=self.session.args.data_seed,
+                reference=self.session.args.behaviour.reference_data,
+            )
+        return self._schedule
+
+    def spectral_items(self, seed: int) -> tuple[list[Item], list[float]]:
+        """The items of training that `seed` draws for a closed form, and the class that the encoder sees in each."""
+        return self._drawn(self.schedule(), self.training_items(), self.session.args.spectral_items, seed)
+
+    def _drawn(self, schedule: Schedule, rows: ItemRows, count: int, seed: int) -> tuple[list[Item], list[float]]:
+        batches = [schedule.batches[number] for number in draw_items(schedule, rows.labels, count, seed)]
+        labels = [self.session.args.seen_label(rows.labels[int(batch[0])]) for batch in batches]
+        return [rows.item(batch) for batch in batches], labels
+
+    def spectral_start(self, space: ParameterSpace, seed: int, *, whole_items: bool) -> SpectralStart:
+        items, labels = self.spectral_items(seed)
+        return SpectralStart(self.session.args, self.session.gradients(space), items, labels, whole_items=whole_items)
+
+    def held_out(self, space: ParameterSpace) -> HeldOut | None:
+        """What the decoder's share of the target is measured on: items like those of training, of the split that
+        training is judged by; smaller ones where it has few rows."""
+        args, split = self.session.args, self.session.data.evaluation_split()
+        if not args.measures_decoder or split == "train":
+            return None
+        rows = self.session.data.rows(split)
+        fewest = min(int((rows["feature_class_id"] == direction).sum()) for direction in (0, 1))
+        size = min(args.train_batch_size, max(1, fewest // ITEMS_OF_A_SIDE))
+        schedule, table = make_schedule(rows, size, seed=args.data_seed), ItemRows(rows, self.session.objective)
+        count = ITEMS_OF_A_SIDE * len(set(table.labels))
+        items, labels = self._drawn(schedule, table, count, args.data_seed)
+        source = None if args.supervised_decoder else args.source
+        return HeldOut(self.session.gradients(space), items, labels, source, args.target)
+
+    def pre_pruned(self, config: PrePruneConfig, seed: int) -> ParameterSpace:
+        """The space that pre-pruning leaves; `seed` draws its examples."""
+        base = self.session.base_gradients(
+            self.session.space, parts=self.session.spread.resting_parts(self.session.space)
+        )
+        keep = pre_prune(base, self.training_rows(), config, seed=seed, behaviour=self.session.args.behaviour)
+        return self.session.space.select(keep)
+
+    def prunes_by_items(self, config: PrePruneConfig) -> bool:
+        """Do the items of the closed form rank the weights as well? They are more examples than were asked for.
+
+        Not where the examples are fixed by a seed of their own, or by the reference.
+        """
+        args = self.session.args
+        if not args.starts_trained or args.behaviour.pre_prune_by_row_number or config.seed is not None:
+            return False
+        items, labels = self.spectral_items(args.data_seed)
+        return config.n_samples <= sum(len(i.rows) for i, label in zip(items, labels, strict=True) if label)
+
+    def pruned_by_items(self, config: PrePruneConfig, known: ParameterSpace | None = None) -> ParameterSpace:
+        """The space that pre-pruning by the closed form's items leaves; `known` where it was found before.
+
+        Where their gradients over the whole space fit the memory for gradients, they are computed once: what is kept of
+        them goes to the store of the pruned space, for the closed form and for training.
+        """
+        args, spread = self.session.args, self.session.spread
+        items, labels = self.spectral_items(args.data_seed)
+        base = self.session.base_gradients(self.session.space, parts=spread.resting_parts(self.session.space))
+        kinds = list(dict.fromkeys((config.source, *args.trained_kinds)))
+        one_pass = (
+            spread.launch.engine != "zero"  # its ranks train on whole gradients, and prune by parts of them
+            and 4 * base.largest_part * len(kinds) * len(items) <= self.session.store_bytes()
+        )
+        if known is not None and not one_pass:
+            return known
+        wide = GradientSource(base, GradientStore(self.session.store_bytes() if one_pass else 0))
+        if one_pass:
+            wide.prepare(items, kinds)
+
+        def gradient(item: Item) -> Tensor:
+            found = wide.get(item, kinds if one_pass else [config.source], keep=one_pass)[config.source]
+            return found.clone() if one_pass else found
+
+        if known is None:
+            keep = pre_prune_by_items(base, gradient, items, labels, config, args.behaviour)
+        else:
+            keep = known.positions_in(self.session.space)
+        space = known or self.session.space.select(keep)
+        if one_pass:
+            self._take_over(wide, items, space, keep)
+        return space
+
+    def _take_over(self, wide: GradientSource, items: Sequence[Item], space: ParameterSpace, keep: Tensor) -> None:
+        """Put what a pruned space keeps of these gradients into its store, each rank its part."""
+        narrow, own = self.session.gradients(space), wide.base.part.local(keep).to(wide.base.device)
+        before, after = [part.after(keep) for part in wide.base.parts], narrow.base.parts
+        for item in items:
+            for kind, vector in wide.get(item, self.session.args.trained_kinds, keep=True).items():
+                kept = vector[own]
+                if not (
+                    self.session.comm.is_alone or self.session.spread.shards
+                ):  # shards of a base model stay where they are
+                    kept = self.session.comm.redistribute(kept, before, after)
+                narrow.store.put(item.key, kind, kept)
+
+    def seeds_fit_together(self, space: ParameterSpace, num_seeds: int) -> bool:
+        """May all seeds' weights and moments be in memory at once? Half of what is free is left alone."""
+        largest = max(part.size for part in self.session.spread.parts(space))
+        needed = num_seeds * largest * BYTES_PER_ENTRY_AND_SEED
+        devices = dict.fromkeys((self.session.placement.encoder, self.session.placement.decoder))
+        return all(needed / len(devices) < self.session.free_on_every_rank(device) / 2 for device in devices)
+
+    def top_weights(self, path: Path, part: str, topk: int) -> list[int]:
+        """Base-global positions of the most important weights of a saved model, each rank looking through its part."""
+        model = self.session.load(path).gradiend
+        return top_over_ranks(self.session.comm, model, part, topk)

@@ -1,0 +1,231 @@
+"""Pruning: which weights react to the feature at all, before training; which of them were learnt, after it."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from gradiend_dist.config.arguments import PostPruneConfig, PrePruneConfig
+from gradiend_dist.config.checks import check_topk
+from gradiend_dist.config.compat import Behaviour
+from gradiend_dist.data.schedule import make_schedule
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.errors import UserError
+from gradiend_dist.gradients.base import BaseGradients
+from gradiend_dist.gradients.items import Item, ItemRows
+from gradiend_dist.model.entries import count_to_keep, select_entries_to_keep
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
+from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.space import Part
+
+logger = logging.getLogger(__name__)
+
+LARGEST_KEY = 2**31 - 1
+
+DIGIT_BITS = 16
+
+
+def pre_prune(
+    base: BaseGradients, rows: pd.DataFrame, config: PrePruneConfig, *, seed: int, behaviour: Behaviour
+) -> Tensor:
+    """Positions of the space to keep: those with the largest |mean gradient| over a few single-row examples.
+
+    The mean of single-row gradients is the gradient of the mean of their losses, so one backward pass serves all
+    examples of a micro-batch. The mean is taken within each direction, and the sizes are added: a diff changes its
+    sign with the direction, and a mean over both would rank highest what does not depend on the feature.
+    """
+    seed = config.seed if config.seed is not None else seed
+    positions = sample_positions(rows, config.n_samples, seed, by_row_number=behaviour.pre_prune_by_row_number)
+    groups = [positions]
+    if not behaviour.pre_prune_mixes_directions:
+        direction = rows["feature_class_id"].tolist()
+        groups = [[p for p in positions if direction[p] == wanted] for wanted in (0, 1)]
+    table = ItemRows(rows, base.objective)
+    items = [table.item(group, per_row_mean=True) for group in groups if group]
+
+    def gradient(item: Item) -> Tensor:
+        return base.compute(item, [config.source])[config.source]
+
+    return keep_largest(base, gradient, [[item] for item in items], config, behaviour)
+
+
+def pre_prune_by_items(
+    base: BaseGradients,
+    gradient: Callable[[Item], Tensor],
+    items: Sequence[Item],
+    labels: Sequence[float],
+    config: PrePruneConfig,
+    behaviour: Behaviour,
+) -> Tensor:
+    """The same by items of training; `gradient` gives a gradient of the kind that ranks, to be overwritten."""
+    pairs = list(zip(items, labels, strict=True))
+    groups = [[item for item, label in pairs if label == direction] for direction in (1.0, -1.0)]
+    return keep_largest(base, gradient, [group for group in groups if group], config, behaviour)
+
+
+def keep_largest(
+    base: BaseGradients,
+    gradient: Callable[[Item], Tensor],
+    groups: Sequence[Sequence[Item]],
+    config: PrePruneConfig,
+    behaviour: Behaviour,
+) -> Tensor:
+    """Positions of the largest sums of sizes, over all ranks."""
+    keep = select_over_ranks(
+        base.comm,
+        base.part,
+        sum_of_sizes(base, gradient, groups),
+        threshold=config.threshold,
+        topk=config.topk,
+        in_float32=behaviour.topk_in_float32,
+    )
+    num_rows = sum(len(item.rows) for group in groups for item in group)
+    logger.info(
+        "pre-prune: kept %s of %s weights by %d examples", f"{keep.numel():,}", f"{base.space.size:,}", num_rows
+    )
+    return keep
+
+
+def post_prune(model: ModelWithGradiend, config: PostPruneConfig, comm: Comm) -> None:
+    """Shrink a trained model, or this rank's part of it, to its most important weights."""
+    before, gradiend = len(model), model.gradiend
+    keep = select_over_ranks(
+        comm,
+        gradiend.part,
+        gradiend.get_weight_importance(config.part),
+        mask=config.mask,
+        threshold=config.threshold,
+        topk=config.topk,
+    )
+    gradiend.keep_entries(keep)
+    logger.info("post-prune: kept %s of %s weights by %s", f"{len(model):,}", f"{before:,}", config.part)
+
+
+def select_over_ranks(
+    comm: Comm,
+    part: Part,
+    importance: Tensor,
+    *,
+    mask: Tensor | None = None,
+    threshold: float | None = None,
+    topk: int | float | None = None,
+    in_float32: bool = False,
+) -> Tensor:
+    """`select_entries_to_keep` where each rank knows the importance of its part; the result is the same on all ranks.
+
+    The k-th largest value is found digit by digit from counts of what every rank has: a few thousand numbers travel,
+    whatever n is, and the result is exact.
+    """
+    if part.is_whole:
+        return select_entries_to_keep(
+            part.total, mask=mask, threshold=threshold, topk=topk, importance=importance, in_float32=in_float32
+        )
+    check_topk("topk", topk)
+    candidates = torch.arange(part.size) if mask is None else part.take(mask.cpu()).nonzero().squeeze(1)
+    if threshold is not None:
+        candidates = candidates[importance[candidates] >= threshold]
+    remaining = _count(comm, candidates)
+    if topk is not None and not (isinstance(topk, float) and topk == 1.0):
+        k = count_to_keep(topk, remaining, in_float32=in_float32)
+        if k < remaining:
+            candidates = _largest_over_ranks(comm, part, importance, candidates, k)
+    keep = comm.concatenate(part.positions(candidates))
+    if not keep.numel():
+        largest = comm.largest(importance.max().item() if importance.numel() else 0.0)[0]
+        raise UserError(
+            f"Pruning with threshold={threshold} keeps nothing, the largest importance is {largest:.3g}: lower it, or "
+            "widen the mask."
+        )
+    return keep.sort().values
+
+
+def _largest_over_ranks(comm: Comm, part: Part, importance: Tensor, candidates: Tensor, k: int) -> Tensor:
+    """The candidates among the k most important of all ranks; ties at the k-th place go to the lowest positions."""
+    # The bits of non-negative floats, read as integers, are in the order of the floats.
+    keys = LARGEST_KEY - importance[candidates].float().contiguous().view(torch.int32).long()
+    last = kth_smallest(comm, keys, k)
+    above, tied = candidates[keys < last], candidates[keys == last]
+    room = k - _count(comm, above)
+    positions = part.positions(tied)
+    last_position = kth_smallest(comm, positions, room)
+    return torch.cat([above, tied[positions <= last_position]]).sort().values
+
+
+def top_over_ranks(comm: Comm, model: ParamMappedGradiendModel, part: str, topk: int) -> list[int]:
+    """Base-global positions of the most important entries, most important first, where each rank has its part."""
+    importance = model.get_weight_importance(part)
+    best = torch.sort(importance, descending=True, stable=True).indices[:topk]
+    mine = list(zip((-importance[best]).tolist(), model.part.positions(best).tolist(), strict=True))
+    found = [mine] if model.part.is_whole else comm.gather(mine)
+    positions = [position for _, position in sorted(pair for pairs in found for pair in pairs)[:topk]]
+    return model.space.base_global(torch.tensor(positions, dtype=torch.int64)).tolist()
+
+
+def kth_smallest(comm: Comm, keys: Tensor, k: int) -> int:
+    """The k-th smallest (from 1) of all ranks' non-negative 64-bit keys."""
+    found = 0
+    for shift in range(48, -1, -DIGIT_BITS):
+        digits = (keys >> shift) & (2**DIGIT_BITS - 1)
+        counts = comm.total_on_host(torch.bincount(digits, minlength=2**DIGIT_BITS))
+        below = counts.cumsum(0)
+        digit = int(torch.searchsorted(below, k))
+        k -= int(below[digit] - counts[digit])
+        found = (found << DIGIT_BITS) | digit
+        keys = keys[digits == digit]
+    return found
+
+
+def _count(comm: Comm, entries: Tensor) -> int:
+    return int(comm.total_on_host(torch.tensor([entries.numel()])))
+
+
+def sum_of_sizes(base: BaseGradients, gradient: Callable[[Item], Tensor], groups: Sequence[Sequence[Item]]) -> Tensor:
+    """Mean over the groups of |mean gradient of the group's items|, on the host.
+
+    The device holds one item's gradient, which is overwritten, and of a group of several their mean.
+    """
+    total: Tensor | None = None
+    for group in groups:
+        size = gradient(group[0])
+        if len(group) > 1:
+            size = size / len(group)
+            for item in group[1:]:
+                size.add_(gradient(item), alpha=1.0 / len(group))
+        size.abs_().div_(len(groups))
+        if not base.comm.all_agree(bool(size.isfinite().all())):
+            raise UserError(
+                f"The gradient of the pre-prune examples is not finite ({group[0].name}): check the base model's "
+                "weights and these rows."
+            )
+        total = size.cpu() if total is None else total.add_(size.cpu())
+    assert total is not None, "there is at least one example"
+    return total
+
+
+def sample_positions(rows: pd.DataFrame, n_samples: int, seed: int, *, by_row_number: bool) -> list[int]:
+    """Row positions, spread evenly over both directions, drawn again only where a direction has too few rows."""
+    rng = random.Random(seed)
+    directions = [
+        [int(i) for i in (rows["feature_class_id"] == direction).to_numpy().nonzero()[0]] for direction in (0, 1)
+    ]
+    directions = [pool for pool in directions if pool]
+    for pool in directions:
+        rng.shuffle(pool)
+    chosen: list[int] = []
+    for i, pool in enumerate(directions):
+        wanted = n_samples // len(directions) + (1 if i < n_samples % len(directions) else 0)
+        chosen += pool[:wanted]
+        if wanted > len(pool):
+            chosen += rng.choices(pool, k=wanted - len(pool))
+    rng.shuffle(chosen)
+    if not by_row_number:
+        return chosen
+    # The reference takes these row numbers as places in its alternating schedule, and so gets other rows.
+    schedule = make_schedule(rows, 1, seed=seed, reference=True, shuffle=False)
+    visited = schedule.epoch(0)
+    return [int(schedule.batches[visited[place]][0]) for place in chosen]
