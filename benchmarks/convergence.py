@@ -63,7 +63,7 @@ from gradiend_dist.data.schedule import make_schedule  # noqa: E402
 from gradiend_dist.evaluation.selection import BASE, LMSThresholdPolicy  # noqa: E402
 from gradiend_dist.gradients.base import BaseGradients  # noqa: E402
 from gradiend_dist.gradients.items import Item  # noqa: E402
-from gradiend_dist.report.plots import (
+from gradiend_dist.report.plots import (  # noqa: E402
     BLUE,
     DARK,
     GREY,
@@ -73,7 +73,7 @@ from gradiend_dist.report.plots import (
     image_path,
     new_figure,
     write_figure,
-)  # noqa: E402
+)
 from gradiend_dist.rewriting.move import flat_entries  # noqa: E402
 from gradiend_dist.space import ParameterSpace  # noqa: E402
 from gradiend_dist.storage.files import write_json  # noqa: E402

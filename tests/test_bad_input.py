@@ -803,7 +803,7 @@ def test_disk_full__of_cached_gradients_is_one_line(
         Path(path).write_bytes(b"half a fi")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("gradiend_dist.gradients.base.save_file", save)
+    monkeypatch.setattr("gradiend_dist.gradients.store.save_file", save)
     stage.changes = {"use_cached_gradients": True}
     assert train.main(stage.command()) == 2
     lines = capsys.readouterr().err.splitlines()

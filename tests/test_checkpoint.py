@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from gradiend_dist.errors import UserError
 from gradiend_dist.model_with_gradiend import ModelWithGradiend, create_model_with_gradiend
 from gradiend_dist.storage import model_dir as checkpoint
-from gradiend_dist.storage.model_dir import is_model_directory, load_gradiend, save_model
+from gradiend_dist.storage.model_dir import is_model_directory, load_gradiend
 
 TEXT = "the man said [MASK] left"
 
@@ -103,7 +103,7 @@ def test_save__the_map_is_in_the_references_format(base_path, tmp_path, selectio
     """Fails if an entry, a key, a type or a shape is not what the reference reads."""
     model = make_model(base_path, selection)
     space = model.gradiend.space
-    save_model(model, tmp_path / "m")
+    model.save_pretrained(tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     mapping = config["mapping"]
     assert {entry["repr"] for entry in mapping["param_map"]} <= kinds
@@ -138,7 +138,7 @@ def test_save__the_map_is_in_the_references_format(base_path, tmp_path, selectio
 def test_save_and_load__keep_bfloat16(base_path, tmp_path):
     model = make_model(base_path)
     model.gradiend.to(torch.bfloat16)
-    save_model(model, tmp_path / "m")
+    model.save_pretrained(tmp_path / "m")
     assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
     loaded = ModelWithGradiend.from_pretrained(tmp_path / "m")
     assert loaded.gradiend.torch_dtype == torch.bfloat16
@@ -153,7 +153,7 @@ def test_save_and_load__keep_how_a_causal_model_is_asked(tmp_path, early):
     base = save_base(tmp_path / "base", "gpt2")
     model = make_model(base, reference_labels=early, mask_placeholder="<blank>", max_length=9)
     text = "the doctor and the nurse and the man said <blank> left"
-    save_model(model, tmp_path / "m")
+    model.save_pretrained(tmp_path / "m")
     loaded = ModelWithGradiend.from_pretrained(tmp_path / "m")
     assert vars(loaded.objective).keys() == vars(model.objective).keys()
     assert loaded.objective.cloze(text, "he") == model.objective.cloze(text, "he")
@@ -169,31 +169,31 @@ def test_save_and_load__keep_the_tokenizer_and_use_it(base_path, tmp_path):
     model = make_model(base_path)
     model.tokenizer.add_tokens(["zebra"])
     model.tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})
-    save_model(model, tmp_path / "m")
+    model.save_pretrained(tmp_path / "m")
     loaded = ModelWithGradiend.from_pretrained(tmp_path / "m")
     assert loaded.tokenizer.get_vocab() == model.tokenizer.get_vocab()
     assert loaded.tokenizer("a zebra <x> .")["input_ids"] == model.tokenizer("a zebra <x> .")["input_ids"]
     given = tiny.wordpiece_tokenizer()
     assert ModelWithGradiend.from_pretrained(tmp_path / "m", tokenizer=given).tokenizer is given
-    save_model(model, tmp_path / "bare", with_tokenizer=False)
+    model.save_pretrained(tmp_path / "bare", with_tokenizer=False)
     assert not (tmp_path / "bare" / "tokenizer").exists()
     assert "zebra" not in ModelWithGradiend.from_pretrained(tmp_path / "bare").tokenizer.get_vocab()
 
 
 def test_load__takes_a_loaded_base_model_with_the_saved_tokenizer(base_path, tmp_path):
     model = make_model(base_path)
-    save_model(model, tmp_path / "m")
+    model.save_pretrained(tmp_path / "m")
     loaded = ModelWithGradiend.from_pretrained(tmp_path / "m", base_model=model.base_model)
     assert loaded.base_model is model.base_model
     assert torch.equal(loaded.encode(TEXT, "he"), model.encode(TEXT, "he"))
-    save_model(model, tmp_path / "bare", with_tokenizer=False)
+    model.save_pretrained(tmp_path / "bare", with_tokenizer=False)
     with pytest.raises(UserError, match="pass tokenizer="):
         ModelWithGradiend.from_pretrained(tmp_path / "bare", base_model=model.base_model)
 
 
 def test_load__training_json_outranks_the_context(base_path, tmp_path):
     model = make_model(base_path, source="factual", target="alternative")
-    save_model(model, tmp_path / "m", training={"training_args": {"source": "diff"}})
+    model.save_pretrained(tmp_path / "m", training={"training_args": {"source": "diff"}})
     loaded = ModelWithGradiend.from_pretrained(tmp_path / "m")
     assert (loaded.source, loaded.target) == ("diff", "alternative")
     (tmp_path / "m" / "training.json").unlink()
@@ -207,7 +207,7 @@ def test_load__training_json_outranks_the_context(base_path, tmp_path):
 def test_load__needs_little_of_a_foreign_directory(base_path, tmp_path):
     """What the reference itself needs, and nothing more; weights may be one level below or in torch's format."""
     model = make_model(base_path)
-    save_model(model, tmp_path / "m", with_tokenizer=False)
+    model.save_pretrained(tmp_path / "m", with_tokenizer=False)
 
     def strip(config: dict[str, Any]) -> None:
         del config["format_version"], config["gradiend_dist"], config["mapping"]["mode"]
@@ -244,7 +244,7 @@ def test_save__a_failure_in_the_middle_leaves_the_old_directory_complete(
 ):
     """Fails if the old model is touched before the new one is complete, or if a part of the new one is left."""
     old, new = make_model(base_path), make_model(base_path, "mask")
-    save_model(old, tmp_path / "m", training={"losses": [1.0]})
+    old.save_pretrained(tmp_path / "m", training={"losses": [1.0]})
     before = files_of(tmp_path)
     plain, calls = getattr(checkpoint, failing), []
 
@@ -257,7 +257,7 @@ def test_save__a_failure_in_the_middle_leaves_the_old_directory_complete(
     monkeypatch.setattr(checkpoint, failing, fail)
     expected = UserError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
-        save_model(new, tmp_path / "m", training={"losses": [2.0]})
+        new.save_pretrained(tmp_path / "m", training={"losses": [2.0]})
     assert files_of(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     monkeypatch.undo()
@@ -266,8 +266,8 @@ def test_save__a_failure_in_the_middle_leaves_the_old_directory_complete(
 
 def test_save__replaces_a_model_with_all_its_files(base_path, tmp_path):
     """Fails if the map of the old model survives beside a model that has none."""
-    save_model(make_model(base_path, "mixed"), tmp_path / "m", training={"losses": []})
-    save_model(make_model(base_path, "all"), tmp_path / "m", with_tokenizer=False)
+    make_model(base_path, "mixed").save_pretrained(tmp_path / "m", training={"losses": []})
+    make_model(base_path, "all").save_pretrained(tmp_path / "m", with_tokenizer=False)
     assert sorted(files_of(tmp_path / "m")) == ["config.json", "gradiend_context.json", "model.safetensors"]
 
 
@@ -275,7 +275,7 @@ def test_save__never_replaces_what_is_not_a_model(base_path, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="holds something else"):
-        save_model(make_model(base_path), tmp_path / "precious")
+        make_model(base_path).save_pretrained(tmp_path / "precious")
     assert files_of(tmp_path) == {"precious/thesis.txt": b"years of work"}
 
 
@@ -388,7 +388,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.fixture(scope="module")
 def sound(base_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     path = tmp_path_factory.mktemp("sound") / "m"
-    save_model(make_model(base_path, "mixed"), path, with_tokenizer=False)
+    make_model(base_path, "mixed").save_pretrained(path, with_tokenizer=False)
     return files_of(path)
 
 
@@ -408,21 +408,21 @@ def test_load__names_the_damage(sound, tmp_path, damage):
 
 
 def test_load__names_a_base_model_that_does_not_fit(base_path, tmp_path):
-    save_model(make_model(base_path), tmp_path / "m")
+    make_model(base_path).save_pretrained(tmp_path / "m")
     other = save_base(tmp_path / "gpt2", "gpt2")
     with pytest.raises(UserError, match="pass the base model that it was trained on"):
         ModelWithGradiend.from_pretrained(tmp_path / "m", base_model=str(other))
 
 
 def test_load__names_an_option_it_does_not_take(base_path, tmp_path):
-    save_model(make_model(base_path), tmp_path / "m")
+    make_model(base_path).save_pretrained(tmp_path / "m")
     with pytest.raises(UserError, match="does not take latent_dim"):
         ModelWithGradiend.from_pretrained(tmp_path / "m", latent_dim=2)
 
 
 def test_load_gradiend__needs_no_base_model(base_path, tmp_path):
     model = make_model(base_path)
-    save_model(model, tmp_path / "m")
+    model.save_pretrained(tmp_path / "m")
     change_config(tmp_path / "m", lambda config: config["metadata"].update(base_model="/nowhere/at/all"))
     loaded = load_gradiend(tmp_path / "m")
     assert loaded.space == model.gradiend.space

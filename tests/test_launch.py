@@ -235,7 +235,7 @@ def test_home__is_found_in_a_source_tree_and_in_an_installed_package(
 ) -> None:
     assert submit.home() == ROOT
     (tmp_path / "launch").mkdir()
-    monkeypatch.setattr(submit, "__file__", str(tmp_path / "submit.py"))
+    monkeypatch.setattr(submit, "__file__", str(tmp_path / "commands" / "submit.py"))
     assert submit.home() == tmp_path
 
 

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from gradiend_dist import __main__
+from gradiend_dist.commands import report as report_command
 from gradiend_dist.errors import UserError
 from gradiend_dist.report import charts
 from gradiend_dist.report import html as page
@@ -174,7 +175,7 @@ class Reader(HTMLParser):
 
 
 def read(directory: Path) -> Reader:
-    assert page.main([str(directory)]) == 0
+    assert report_command.main([str(directory)]) == 0
     return Reader((directory / "report.html").read_text())
 
 
@@ -516,7 +517,7 @@ def test_page__is_the_same_every_time(tmp_path):
 
 
 def test_import__needs_no_torch():
-    code = "import sys; import gradiend_dist.page as p; p.defaults(); sys.exit('torch' in sys.modules)"
+    code = "import sys; import gradiend_dist.report.html as p; p.defaults(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -593,7 +594,7 @@ def test_wrong_input__is_one_sentence(tmp_path, capsys, flags, words):
     (tmp_path / "csv" / "encoded_values.csv").write_bytes(b"encoded,label,type\n\xff\xfe,1,training\n")
     write(tmp_path / "no_object" / "model" / "training.json", [1])
     (tmp_path / "empty").mkdir()
-    assert page.main([flag.format(tmp=tmp_path) for flag in flags]) == 2
+    assert report_command.main([flag.format(tmp=tmp_path) for flag in flags]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("gradiend-dist report: error: ") and err.count("\n") == 1 and words in err
@@ -604,7 +605,7 @@ def test_several_runs__one_table_and_a_failed_one_hides_no_other(tmp_path, capsy
     good, weak = finished_run(tmp_path / "good", measured(record())), tmp_path / "weak"
     finished_run(weak, record(5, correlation=0.25, converged=False))
     going = running_run(tmp_path / "going")
-    assert page.main([str(good), str(tmp_path / "none"), str(weak), str(going)]) == 2
+    assert report_command.main([str(good), str(tmp_path / "none"), str(weak), str(going)]) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and "none is no directory" in err
     written, _, table = out.partition("\n\n")
@@ -626,7 +627,7 @@ def test_output__goes_where_it_is_told(tmp_path):
 
 def test_help__ends_well(capsys):
     with pytest.raises(SystemExit) as end:
-        page.main(["--help"])
+        report_command.main(["--help"])
     assert end.value.code == 0 and "gradiend-dist report" in capsys.readouterr().out
 
 

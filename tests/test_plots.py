@@ -294,7 +294,9 @@ def test_plot_seed_convergence__wrong_input_is_named(tmp_path: Path) -> None:
 def run_without_display(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh interpreter that has `stats`, `plots` and `sys`, and no screen to draw on."""
     (tmp_path / "training.json").write_text(json.dumps(record()))
-    head = "import json, logging, sys\nfrom gradiend_dist import plots\nstats = json.load(open('training.json'))\n"
+    head = (
+        "import json, logging, sys\nfrom gradiend_dist.report import plots\nstats = json.load(open('training.json'))\n"
+    )
     # The package need not be installed: the child finds it where this process did.
     package_root = str(Path(plots.__file__).resolve().parents[1])
     hidden = ("DISPLAY", "WAYLAND_DISPLAY", "MPLBACKEND")

@@ -17,7 +17,6 @@ from gradiend_dist.rewriting import move as rewriting
 from gradiend_dist.rewriting.move import InPlace, VectorsInFile, VectorsInMemory, direction
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.storage.layout import WEIGHTS
-from gradiend_dist.storage.model_dir import save_model
 
 
 def model_of(family: str = "bert", keep: int | None = None, dtype=torch.float32, **options) -> ModelWithGradiend:
@@ -83,7 +82,7 @@ def test_in_place__holds_one_copy_of_what_it_touches():
 @pytest.mark.parametrize("latent_dim", [1, 3])
 def test_vectors_in_file__are_those_in_memory(part, latent_dim, tmp_path):
     model = model_of(keep=333, latent_dim=latent_dim, activation_decoder="tanh")
-    save_model(model, tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
     in_file = VectorsInFile(tmp_path / "model" / WEIGHTS, model.gradiend)
     for where in (slice(0, 333), slice(5, 6), slice(100, 297)):
         expected = direction(VectorsInMemory(model.gradiend), slice(0, 333), 0.7, part)[where]

@@ -50,7 +50,7 @@ class JobOptions:
 
 def home() -> Path:
     """Where launch/ and accelerate_configs/ are: inside the installed package, or beside it in a source tree."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     return package if (package / "launch").is_dir() else package.parent
 
 
