@@ -41,7 +41,7 @@ from gradiend_dist.engines.sliced import SlicedEngine
 from gradiend_dist.gradients.base import Collect
 from gradiend_dist.gradients.buckets import Buckets, Reduced
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 
 _COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -147,10 +147,10 @@ def dry_run(model: str, world_size: int, base: str, rank: int = 0) -> Found:
         comm = DryComm(rank=rank, world_size=world_size)
         if base == "fsdp2":
             shard(skeleton, space)
-            part = space.part_of_shards({name: shard_of(p) for name, p in skeleton.named_parameters()})
+            part = space.slices_of_shards({name: shard_of(p) for name, p in skeleton.named_parameters()})
             parts = [part]
         else:
-            parts = [Part.even(space.size, other, world_size) for other in range(world_size)]
+            parts = [Slices.even(space.size, other, world_size) for other in range(world_size)]
             part = parts[rank]
         with FakeTensorMode(allow_non_fake_inputs=True), plain_init(), Watch() as watch:
             resident = work(space, parts, part, comm, watch, has_shards=base == "fsdp2")
@@ -183,9 +183,11 @@ def shard(skeleton: nn.Module, space: ParameterSpace) -> None:
     shard_model(skeleton, plugin, torch.device("cpu"), {weight.name for weight in space.weights})
 
 
-def work(space: ParameterSpace, parts: list[Part], part: Part, comm: Comm, watch: Watch, *, has_shards: bool) -> int:
+def work(
+    space: ParameterSpace, parts: list[Slices], part: Slices, comm: Comm, watch: Watch, *, has_shards: bool
+) -> int:
     """Gradients of one item, then an optimizer step; returns the live bytes between them."""
-    model = ParamMappedGradiendModel(space, part=part, initialize=False)
+    model = ParamMappedGradiendModel(space, slices=part, initialize=False)
     options = StepOptions("adamw", 1e-2, (0.9, 0.999), 1e-8, max_grad_norm=1.0, supervised=None)
     engine = SlicedEngine(model, options, comm)
     engine.state()  # moments are made when they are first wanted

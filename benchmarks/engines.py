@@ -59,13 +59,13 @@ def measure(n: int, seconds: float) -> dict[str, Any]:
 
     from gradiend_dist.distributed.launch import launched
     from gradiend_dist.engines.base import GradiendBatch
-    from gradiend_dist.space import Part
+    from gradiend_dist.space import Slices
 
     torch.set_num_threads(1)
     launch = launched(TIMEOUT)
     comm = launch.comm
     whole = launch.engine in ("placed", "zero")
-    part = Part.whole(n) if whole else Part.even(n, comm.rank, comm.world_size)
+    part = Slices.whole(n) if whole else Slices.even(n, comm.rank, comm.world_size)
     warm_up(launch)
     copied = torch.ones(2, 2**24)
     before = start_watching_memory()
@@ -104,7 +104,7 @@ def make_engine(launch: Any, n: int, part: Any) -> Any:
     device = torch.device("cpu")
     options = StepOptions("adamw", 1e-2, (0.9, 0.999), 1e-8, max_grad_norm=0.0, supervised=None)
     space = ParameterSpace([("weight", (n,), None)])
-    model = ParamMappedGradiendModel(space, part=part, generator=torch.Generator().manual_seed(0))
+    model = ParamMappedGradiendModel(space, slices=part, generator=torch.Generator().manual_seed(0))
     return Spread(launch, Placement(device, device, device)).make_engine(model, options)
 
 
@@ -113,10 +113,10 @@ def warm_up(launch: Any) -> None:
     import torch
 
     from gradiend_dist.engines.base import GradiendBatch
-    from gradiend_dist.space import Part
+    from gradiend_dist.space import Slices
 
     n, comm = 1000, launch.comm
-    part = Part.even(n, comm.rank, comm.world_size) if launch.engine == "sliced" else Part.whole(n)
+    part = Slices.even(n, comm.rank, comm.world_size) if launch.engine == "sliced" else Slices.whole(n)
     engine = make_engine(launch, n, part)
     for _ in range(2):
         engine.step([GradiendBatch(torch.ones(1, part.size), torch.ones(1, part.size), torch.ones(1, 1))], 1e-5)

@@ -168,7 +168,7 @@ class ModelWithGradiend:
         """
         scaled = scaling_without_texts(scaling)
         gradiend = self.gradiend
-        if not gradiend.part.is_whole:
+        if not gradiend.slices.is_whole:
             raise UserError("This rank has only a part of the model: rewrite in one process, or use the trainer's.")
         check_direction(feature_factor, part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
         converted = as_dtype(dtype)

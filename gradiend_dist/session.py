@@ -22,7 +22,7 @@ from gradiend_dist.gradients.store import GradientSource, GradientStore, store_d
 from gradiend_dist.model.base import load_base_model
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.storage.model_dir import load_gradiend, read_context
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Session:
         gradiend = ParamMappedGradiendModel(
             space,
             args.latent_dim,
-            part=self.spread.part(space),
+            slices=self.spread.own_training_slices(space),
             activation_encoder=args.activation_encoder,
             activation_decoder=args.activation_decoder,
             bias_decoder=args.bias_decoder,
@@ -124,7 +124,7 @@ class Session:
             load_gradiend(
                 path,
                 comm=self.comm,
-                part=self.spread.resting_part,
+                slices=self.spread.own_inference_slices,
                 device_encoder=self.placement.encoder,
                 device_decoder=self.placement.decoder,
             )
@@ -135,7 +135,7 @@ class Session:
         return model
 
     def base_gradients(
-        self, space: ParameterSpace, comm: Comm | None = None, parts: Sequence[Part] | None = None
+        self, space: ParameterSpace, comm: Comm | None = None, slices_by_rank: Sequence[Slices] | None = None
     ) -> BaseGradients:
         """The base model's gradients over a space; by default of all ranks, each for the part that it trains."""
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
@@ -147,7 +147,7 @@ class Session:
             micro_batch_size=self.args.base_micro_batch_size,
             autocast=autocast,
             comm=comm or self.comm,
-            parts=parts or self.spread.parts(space),
+            slices_by_rank=slices_by_rank or self.spread.training_slices(space),
             shards=self.spread.own_shards(),
         )
 
@@ -162,7 +162,7 @@ class Session:
         if self.cache_dir is None:
             return None
         root = self.cache_dir
-        if not base.part.is_whole:
+        if not base.slices.is_whole:
             root = root / f"rank_{self.comm.rank}_of_{self.comm.world_size}"
         return store_directory(root, self.base_model, self.tokenizer, space, base)
 
@@ -175,9 +175,9 @@ class Session:
         if self.spread.launch.engine != "zero" and in_training:
             return self.gradients(space)
         if repeated:
-            alone = self.base_gradients(space, Comm(), [Part.whole(space.size)])
+            alone = self.base_gradients(space, Comm(), [Slices.whole(space.size)])
             return GradientSource(alone, GradientStore(self.store_bytes() // 2))
-        base = self.base_gradients(space, parts=self.spread.resting_parts(space))
+        base = self.base_gradients(space, slices_by_rank=self.spread.inference_slices(space))
         return GradientSource(base, GradientStore(budget_bytes=0))
 
     def store_bytes(self) -> int:

@@ -29,7 +29,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Weight:
-    """One base weight and its part of the space."""
+    """One base weight and where it is in the space."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Part:
+class Slices:
     """What one rank owns of a vector over a space: ascending ranges of its positions, one behind the other."""
 
     total: int
@@ -74,20 +74,20 @@ class Part:
     """Every rank has all of it. Not to be told from the ranges: one of several ranks may own all there is."""
 
     @staticmethod
-    def whole(total: int) -> Part:
-        return Part(total, ((0, total),), is_whole=True)
+    def whole(total: int) -> Slices:
+        return Slices(total, ((0, total),), is_whole=True)
 
     @staticmethod
-    def even(total: int, rank: int, world_size: int) -> Part:
+    def even(total: int, rank: int, world_size: int) -> Slices:
         """One range; those of two ranks differ by at most one in length, and may be empty."""
         start, stop = rank * total // world_size, (rank + 1) * total // world_size
-        return Part(total, ((start, stop),), is_whole=world_size == 1)
+        return Slices(total, ((start, stop),), is_whole=world_size == 1)
 
     @property
     def size(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
-    def pieces(self) -> Iterator[tuple[slice, slice]]:
+    def mapped(self) -> Iterator[tuple[slice, slice]]:
         """(where in the rank's own vector, where in the whole one) for each range."""
         offset = 0
         for start, stop in self.ranges:
@@ -98,7 +98,7 @@ class Part:
         """The rank's own entries of a whole vector."""
         if len(self.ranges) == 1:
             return vector[slice(*self.ranges[0])]
-        return torch.cat([vector[there] for _, there in self.pieces()])
+        return torch.cat([vector[there] for _, there in self.mapped()])
 
     def positions(self, own: Tensor) -> Tensor:
         """Positions in the whole vector of these positions in the rank's own one."""
@@ -114,14 +114,14 @@ class Part:
         """Places in the rank's own vector of those of these positions (ascending) that it has."""
         edges = torch.tensor(self.ranges).reshape(-1)
         cuts = torch.searchsorted(positions, edges).reshape(-1, 2).tolist()
-        pieces = zip(self.pieces(), cuts, strict=True)
+        pieces = zip(self.mapped(), cuts, strict=True)
         return torch.cat([positions[a:b] - there.start + own.start for (own, there), (a, b) in pieces])
 
-    def after(self, keep: Tensor) -> Part:
+    def after(self, keep: Tensor) -> Slices:
         """The same entries in the space that keeps the positions `keep` (ascending) alone."""
         edges = torch.tensor(self.ranges).reshape(-1)
         found = torch.searchsorted(keep, edges).reshape(-1, 2).tolist()
-        return Part(keep.numel(), tuple((start, stop) for start, stop in found), self.is_whole)
+        return Slices(keep.numel(), tuple((start, stop) for start, stop in found), self.is_whole)
 
 
 class ParameterSpace:
@@ -147,7 +147,7 @@ class ParameterSpace:
 
     @classmethod
     def of_model(cls, model: nn.Module, patterns: Sequence[str] | None = None) -> ParameterSpace:
-        """The backbone of `model`, or the part of it that `patterns` name."""
+        """The backbone of `model`, or as much of it as `patterns` name."""
         names = backbone_parameters(model)
         if patterns is not None:
             names = match_parameters(list(names), patterns, names)
@@ -161,7 +161,7 @@ class ParameterSpace:
         """The weights that have a selected entry: only these need gradients."""
         return [weight for weight in self.weights if weight.num_selected]
 
-    def shard(self, shards: dict[str, tuple[int, int]]) -> list[Weight]:
+    def within(self, shards: dict[str, tuple[int, int]]) -> list[Weight]:
         """The weights of a rank that holds these ranges of their entries, as if it had nothing else."""
         found, offset = [], 0
         for weight in self.active():
@@ -175,7 +175,7 @@ class ParameterSpace:
             offset += own.num_selected
         return found
 
-    def part_of_shards(self, shards: dict[str, tuple[int, int]]) -> Part:
+    def slices_of_shards(self, shards: dict[str, tuple[int, int]]) -> Slices:
         """What such a rank owns of a vector over this space."""
         ranges = []
         for weight in self.active():
@@ -185,7 +185,7 @@ class ParameterSpace:
             start, stop = (weight.offset + edges).tolist()
             if start < stop:
                 ranges.append((start, stop))
-        return Part(self.size, tuple(ranges) or ((0, 0),))
+        return Slices(self.size, tuple(ranges) or ((0, 0),))
 
     def select(self, keep: Tensor) -> ParameterSpace:
         """The space of the local indices `keep` (ascending, unique)."""
@@ -259,7 +259,7 @@ def match_parameters(
     """The parameters that a name or wildcard of `patterns` matches, in model order."""
     matched: set[str] = set()
     for pattern in patterns:
-        expression = re.compile(".*".join(re.escape(part) for part in pattern.split("*")))
+        expression = re.compile(".*".join(re.escape(piece) for piece in pattern.split("*")))
         hits = [name for name in names if expression.fullmatch(name)]
         if not hits:
             raise UserError(

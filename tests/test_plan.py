@@ -37,7 +37,7 @@ from gradiend_dist.memory import (
 )
 from gradiend_dist.memory import Run as PlannedRun
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 
 OPTIONS = StepOptions("adamw", 1e-2, (0.9, 0.999), 1e-8, max_grad_norm=0.0, supervised=None)
 LLAMA = {
@@ -71,8 +71,8 @@ def test_sliced__counts_the_bytes_of_the_engine_that_has_most(latent_dim, bias, 
     space = ParameterSpace([("w", (101, 3), None), ("b", (8,), None)])
     found = []
     for rank in range(world_size):
-        part = Part.even(space.size, rank, world_size)
-        model = ParamMappedGradiendModel(space, latent_dim, part=part, bias_decoder=bias, initialize=False)
+        part = Slices.even(space.size, rank, world_size)
+        model = ParamMappedGradiendModel(space, latent_dim, slices=part, bias_decoder=bias, initialize=False)
         engine = SlicedEngine(model, OPTIONS, Comm()) if world_size > 1 else PlacedEngine(model, OPTIONS)
         state = engine.state()
         assert state is not None
@@ -88,7 +88,7 @@ def test_bucket_sizes__are_those_of_the_reduction():
     shapes = [(7, 5), (3,), (40, 2), (11,), (1,), (90,), (2, 2)]
     space = ParameterSpace([(f"w{i}", shape, None) for i, shape in enumerate(shapes)])
     for size in (1, 30, 90, 10_000):
-        cut = Buckets(space, [Part.whole(space.size)], Comm(), size=size)
+        cut = Buckets(space, [Slices.whole(space.size)], Comm(), size=size)
         sizes = [weight.numel for weight in space.weights]
         assert bucket_sizes(sizes, size) == [bucket.size for bucket in cut.buckets]
 

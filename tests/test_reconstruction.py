@@ -15,7 +15,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.evaluation.explained import HeldOut, out_of_reach
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.model.gradiend import GradiendModel
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 N = 211
 
@@ -25,8 +25,8 @@ class Given:
 
     def __init__(self, sources: Tensor, targets: Tensor) -> None:
         self.sources, self.targets, self.calls = sources, targets, 0
-        part = Part.whole(sources.shape[1])
-        self.base = SimpleNamespace(comm=Comm(), part=part, device=torch.device("cpu"))
+        part = Slices.whole(sources.shape[1])
+        self.base = SimpleNamespace(comm=Comm(), slices=part, device=torch.device("cpu"))
 
     def get(self, item: Item, kinds: list[str], *, keep: bool) -> dict[str, Tensor]:
         assert keep

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradiend_dist.errors import UserError
-from gradiend_dist.space import INT32_MAX, ParameterSpace, Part, Weight
+from gradiend_dist.space import INT32_MAX, ParameterSpace, Slices, Weight
 
 # Empty weights in front, in the middle, two in a row, and at the end are what the maps back must survive.
 SHAPES = [("w0", (3, 5)), ("w1", (7,)), ("w2", (2, 2, 3)), ("w3", (1,)), ("w4", (11, 3)), ("w5", (4,))]
@@ -213,6 +213,6 @@ def test_positions_in__find_a_selection_again() -> None:
 
 
 def test_local__are_places_of_what_a_rank_has() -> None:
-    part, vector = Part(20, ((2, 5), (9, 9), (11, 16))), torch.arange(20)
+    part, vector = Slices(20, ((2, 5), (9, 9), (11, 16))), torch.arange(20)
     kept = torch.tensor([0, 2, 4, 9, 11, 15, 16, 19])
     assert part.take(vector)[part.local(kept)].tolist() == [2, 4, 11, 15]

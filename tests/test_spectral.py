@@ -24,7 +24,7 @@ from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.gradients.sketch import Sketch
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.training.history import Best
 from gradiend_dist.training.loop import TrainingLoop
 from gradiend_dist.training.spectral import SpectralStart, draw_items, solve, warnings
@@ -40,7 +40,7 @@ class Given:
         self.vectors = [dict(zip(kinds, pair, strict=True)) for pair in zip(sources, targets, strict=True)]
         n = sources.shape[1]
         space = SimpleNamespace(size=n)
-        self.base = SimpleNamespace(comm=Comm(), part=Part.whole(n), device=torch.device("cpu"), space=space)
+        self.base = SimpleNamespace(comm=Comm(), slices=Slices.whole(n), device=torch.device("cpu"), space=space)
 
     def prepare(self, items: Any, kinds: Any) -> None:
         pass
@@ -244,7 +244,7 @@ def test_sketch__is_exact_up_to_its_size_and_near_beyond(monkeypatch: pytest.Mon
     vectors = torch.randn(5, total, generator=torch.Generator().manual_seed(0))
     vectors[1] += vectors[0]
     vectors[:, 100:120] *= 20.0  # as in gradients, a few entries have most of the size
-    found = Sketch(5, Part.whole(total), Comm(), torch.device("cpu"))
+    found = Sketch(5, Slices.whole(total), Comm(), torch.device("cpu"))
     for number, vector in enumerate(vectors):
         found.put(number, vector)
     exact = vectors.double() @ vectors.double().T
@@ -258,11 +258,11 @@ def test_sketch__does_not_depend_on_how_the_space_is_cut(monkeypatch: pytest.Mon
     """Ranges that begin anywhere: fails if signs or places go with a rank's own positions."""
     monkeypatch.setattr(sketch, "SKETCH", 64)
     vector = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    whole = Sketch(1, Part.whole(1000), Comm(), torch.device("cpu"))
+    whole = Sketch(1, Slices.whole(1000), Comm(), torch.device("cpu"))
     whole.put(0, vector)
     total = torch.zeros(1, 64)
     for ranges in (((0, 70), (300, 301)), ((70, 300),), ((301, 1000),), ((0, 0),)):
-        part = Part(1000, ranges)
+        part = Slices(1000, ranges)
         piece = Sketch(1, part, Comm(), torch.device("cpu"))
         piece.put(0, part.take(vector))
         total += piece.values

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 from gradiend_dist.training.state import CutTensor, StateKeeper, _generators, _set_generators, link_tree, plain_fields
 
 
@@ -255,7 +255,7 @@ def test_refused_run__leaves_no_state(masked_lm, feature_frames, tmp_path):
 
 
 def test_cut_tensor__tells_its_ranges_of_the_whole():
-    part = Part(10, ((1, 4), (6, 6), (8, 10)))
+    part = Slices(10, ((1, 4), (6, 6), (8, 10)))
     cut = CutTensor.of(torch.arange(10.0).reshape(5, 2), part)
     assert cut.size() == (10, 2)
     chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in cut.__create_chunk_list__()]

@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from gradiend_dist.distributed.clock import Clock
 from gradiend_dist.errors import UserError
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 logger = logging.getLogger(__name__)
 
@@ -146,15 +146,15 @@ class Comm:
             handle = dist.all_to_all_single(mine, contribution, receive, list(sizes), group=self.group, async_op=True)
         return mine.view(self.world_size, sizes[self.rank]), handle
 
-    def redistribute(self, mine: Tensor, before: Sequence[Part], after: Sequence[Part]) -> Tensor:
+    def redistribute(self, mine: Tensor, before: Sequence[Slices], after: Sequence[Slices]) -> Tensor:
         """The same vector cut anew: one range for each rank, in the order of ranks, before and after."""
 
-        def shared(a: Part, b: Part) -> int:
+        def shared(a: Slices, b: Slices) -> int:
             (a_start, a_stop), (b_start, b_stop) = a.ranges[0], b.ranges[0]
             return max(0, min(a_stop, b_stop) - max(a_start, b_start))
 
-        sent = [shared(before[self.rank], part) for part in after]
-        received = [shared(part, after[self.rank]) for part in before]
+        sent = [shared(before[self.rank], slices) for slices in after]
+        received = [shared(slices, after[self.rank]) for slices in before]
         found = mine.new_empty(sum(received))
         with self.telling("gradients"):
             dist.all_to_all_single(found, mine.contiguous(), received, sent, group=self.group)
@@ -209,14 +209,14 @@ class Comm:
         if self.is_alone:
             return mine
         sizes = [int(size) for size in self.gather(mine.numel())]
-        parts = [mine.new_empty(size) for size in sizes]
+        received = [mine.new_empty(size) for size in sizes]
         with self.telling("positions"):
-            for source, part in enumerate(parts):
+            for source, piece in enumerate(received):
                 if source == self.rank:
-                    part.copy_(mine)
-                if part.numel():
-                    dist.broadcast(part, src=source, group=self.control)
-        return torch.cat(parts)
+                    piece.copy_(mine)
+                if piece.numel():
+                    dist.broadcast(piece, src=source, group=self.control)
+        return torch.cat(received)
 
     def send(self, mine: Tensor, target: int) -> None:
         """Hand a host tensor to another rank, which calls `receive`."""

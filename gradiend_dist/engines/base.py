@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepOptions:
 class GradiendBatch:
     """k gradient items: sources [k, n], targets [k, n] and labels [k, 1]; None where the mode does not need them.
 
-    n is the length of the engine's `part`: what this rank must know of a gradient.
+    n is the length of the engine's `slices`: what this rank must know of a gradient.
     """
 
     source: Tensor | None
@@ -81,7 +81,7 @@ class EngineState:
 class Engine(ABC):
     """One GRADIEND model in training, wherever its weights are. Every method is called by all ranks together."""
 
-    part: Part
+    slices: Slices
     """Which entries of a gradient this rank hands to `step` and `encode`."""
 
     @abstractmethod

@@ -36,7 +36,7 @@ CHUNK_ON_GPU = 2**26
 class PlacedEngine(Engine):
     def __init__(self, model: ParamMappedGradiendModel, options: StepOptions) -> None:
         self.model = model
-        self.part = model.part
+        self.slices = model.slices
         self.options = options
         self.encoder_weight, self.encoder_bias = model.encoder_weight, model.encoder_bias
         self.decoder_weight, self.decoder_bias = model.decoder_weight, model.decoder_bias_vector
@@ -58,7 +58,7 @@ class PlacedEngine(Engine):
 
     @torch.no_grad()
     def encode(self, source: Tensor) -> Tensor:
-        return encode_parts(self.model, source, self.total)
+        return encode_slices(self.model, source, self.total)
 
     def encoding_model(self) -> GradiendModel:
         return self.model
@@ -221,7 +221,7 @@ class PlacedEngine(Engine):
     def chunks(self, device: torch.device) -> Iterator[slice]:
         """Ranges of this process's part of n; the whole of it where the optimizer cannot be cut."""
         size = CHUNK_ON_GPU if device.type == "cuda" else CHUNK
-        stop = self.part.size
+        stop = self.slices.size
         if not self.encoder_optimizer.can_be_cut:
             size = max(1, stop)
         for start in range(0, stop, size):
@@ -276,7 +276,7 @@ def _rows(batches: list[Tensor], chunk: slice) -> Tensor:
     return batches[0][:, chunk] if len(batches) == 1 else torch.cat([batch[:, chunk] for batch in batches])
 
 
-def encode_parts(model: GradiendModel, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+def encode_slices(model: GradiendModel, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """Encodings [k, m] of gradients [k, n], where everyone has a part of n and `total` adds up."""
     weight = model.encoder_weight
     source = source.to(weight.device, weight.dtype)

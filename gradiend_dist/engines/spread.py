@@ -23,7 +23,7 @@ from gradiend_dist.engines.base import Engine, StepOptions
 from gradiend_dist.engines.sliced import PlacedEngine, SlicedEngine
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 
 logger = logging.getLogger(__name__)
 
@@ -75,26 +75,26 @@ class Spread:
         shards = self.comm.gather({name: shard_of(parameter) for name, parameter in sharded.named_parameters()})
         return Spread(self.launch, self.placement, shards), sharded
 
-    def parts(self, space: ParameterSpace) -> list[Part]:
+    def training_slices(self, space: ParameterSpace) -> list[Slices]:
         """What each rank owns of a vector over this space."""
         ranks = range(self.comm.world_size)
         if self.launch.engine == "zero":
-            return [Part.whole(space.size) for _ in ranks]
+            return [Slices.whole(space.size) for _ in ranks]
         if self.shards:
-            return [space.part_of_shards(shards) for shards in self.shards]
-        return [Part.even(space.size, rank, len(ranks)) for rank in ranks]
+            return [space.slices_of_shards(shards) for shards in self.shards]
+        return [Slices.even(space.size, rank, len(ranks)) for rank in ranks]
 
-    def part(self, space: ParameterSpace) -> Part:
-        return self.parts(space)[self.comm.rank]
+    def own_training_slices(self, space: ParameterSpace) -> Slices:
+        return self.training_slices(space)[self.comm.rank]
 
-    def resting_parts(self, space: ParameterSpace) -> list[Part]:
+    def inference_slices(self, space: ParameterSpace) -> list[Slices]:
         """What each rank owns of a model that is not being trained: pruned, encoded with, written."""
         if self.launch.engine == "zero":
-            return [Part.even(space.size, rank, self.comm.world_size) for rank in range(self.comm.world_size)]
-        return self.parts(space)
+            return [Slices.even(space.size, rank, self.comm.world_size) for rank in range(self.comm.world_size)]
+        return self.training_slices(space)
 
-    def resting_part(self, space: ParameterSpace) -> Part:
-        return self.resting_parts(space)[self.comm.rank]
+    def own_inference_slices(self, space: ParameterSpace) -> Slices:
+        return self.inference_slices(space)[self.comm.rank]
 
     def own_shards(self) -> dict[str, tuple[int, int]] | None:
         return self.shards[self.comm.rank] if self.shards else None

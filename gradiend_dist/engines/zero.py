@@ -38,7 +38,7 @@ from gradiend_dist.engines.deepspeed_config import resolve_config
 from gradiend_dist.engines.sliced import CHUNK, CHUNK_ON_GPU, square
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,11 +56,11 @@ class ZeroEngine(Engine):
     def __init__(
         self, model: ParamMappedGradiendModel, options: StepOptions, comm: Comm, accelerator: Accelerator
     ) -> None:
-        assert model.part.is_whole, "DeepSpeed cuts the weights itself"
+        assert model.slices.is_whole, "DeepSpeed cuts the weights itself"
         if model.torch_dtype != torch.float32:
             raise UserError(f"The GRADIEND model has dtype {model.torch_dtype}: DeepSpeed trains it in float32 alone.")
         self.model, self.options, self.comm = model, options, comm
-        self.part = model.part
+        self.slices = model.slices
         config = resolve_config(accelerator, options, comm.world_size)
         self.stage: int = config["zero_optimization"]["stage"]
         gc.collect()  # what finished engines held is in cycles, and this one needs the memory
@@ -113,7 +113,7 @@ class ZeroEngine(Engine):
         """The range of a flattened weight that this rank answers for: its start, and the numbers themselves."""
         if self.stage < 3:
             flat = weight.data.view(-1)
-            ((start, stop),) = Part.even(flat.numel(), self.comm.rank, self.comm.world_size).ranges
+            ((start, stop),) = Slices.even(flat.numel(), self.comm.rank, self.comm.world_size).ranges
             return start, flat[start:stop]
         partition: Tensor = weight.ds_tensor.data  # type: ignore[attr-defined]
         size: int = weight.ds_numel  # type: ignore[attr-defined]
@@ -184,14 +184,14 @@ class ZeroEngine(Engine):
         found = ParamMappedGradiendModel(
             self.model.space,
             self.model.latent_dim,
-            part=Part.even(self.model.input_dim, self.comm.rank, self.comm.world_size),
+            slices=Slices.even(self.model.input_dim, self.comm.rank, self.comm.world_size),
             activation_encoder=self.model.activation_encoder,
             activation_decoder=self.model.activation_decoder,
             bias_decoder=self.model.bias_decoder,
             device=self.engine.device,
             initialize=False,
         )
-        columns = slice(*found.part.ranges[0])
+        columns = slice(*found.slices.ranges[0])
         with self._gathered(self.model.encoder_linear.weight) as weight:
             found.encoder_weight.copy_(weight[:, columns])
         with self._gathered(self.model.encoder_linear.bias) as bias:

@@ -36,7 +36,7 @@ from gradiend_dist.gradients.items import Item
 from gradiend_dist.model.base import longest_input
 from gradiend_dist.rewriting.move import ByTensor, Factors, Piece, Scaling
 from gradiend_dist.session import Session
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 
 NUM_TEXTS = 8
 
@@ -150,7 +150,7 @@ def mean_squares(base: BaseGradients, items: Sequence[Item]) -> Tensor:
     return total
 
 
-def curvature_of(session: Session, config: TextPredictionConfig, space: ParameterSpace) -> tuple[Tensor, list[Part]]:
+def curvature_of(session: Session, config: TextPredictionConfig, space: ParameterSpace) -> tuple[Tensor, list[Slices]]:
     """The curvature over a space and what each rank has of it: its shards' part, or all of it.
 
     A base model that is whole on every rank is asked by every rank for itself: a few texts, without a word exchanged
@@ -159,10 +159,10 @@ def curvature_of(session: Session, config: TextPredictionConfig, space: Paramete
     items = CurvatureTexts.draw(session, config).items(session)
     if session.spread.shards:
         reshard(session.base_model)  # who has just scored it has left some weights whole
-        base = session.base_gradients(space, parts=session.spread.resting_parts(space))
+        base = session.base_gradients(space, slices_by_rank=session.spread.inference_slices(space))
     else:
-        base = session.base_gradients(space, Comm(), [Part.whole(space.size)])
-    return mean_squares(base, items), list(base.parts)
+        base = session.base_gradients(space, Comm(), [Slices.whole(space.size)])
+    return mean_squares(base, items), list(base.slices_by_rank)
 
 
 def whole_curvature(session: Session, config: TextPredictionConfig, space: ParameterSpace) -> Tensor | None:
@@ -170,7 +170,7 @@ def whole_curvature(session: Session, config: TextPredictionConfig, space: Param
     comm = session.comm
     if not (session.spread.shards or comm.is_first):
         return None  # without shards every rank would compute all of it for itself
-    own, parts = curvature_of(session, config, space)
+    own, slices_by_rank = curvature_of(session, config, space)
     own = own.cpu()
     if not session.spread.shards:
         return own
@@ -179,10 +179,10 @@ def whole_curvature(session: Session, config: TextPredictionConfig, space: Param
             comm.send(own, 0)
         return None
     whole = torch.empty(space.size)
-    for rank, part in enumerate(parts):
-        if rank and part.size:
-            own = comm.receive(torch.empty(part.size), rank)
-        for here, there in part.pieces():
+    for rank, slices in enumerate(slices_by_rank):
+        if rank and slices.size:
+            own = comm.receive(torch.empty(slices.size), rank)
+        for here, there in slices.mapped():
             whole[there] = own[here]
     return whole
 

@@ -49,7 +49,7 @@ class Encoder:
     def finish(self, products: Tensor) -> Tensor:
         """Encodings [items, m] from every rank's products: one sum over the ranks for all items."""
         bias = self.model.encoder_bias
-        summed = products if self.model.part.is_whole else self.comm.total(products)
+        summed = products if self.model.slices.is_whole else self.comm.total(products)
         encoded: Tensor = self.model.encoder[1](summed.to(bias) + bias)
         return encoded
 
@@ -159,9 +159,9 @@ def encode_items(
     A whole model on several ranks: each rank encodes some of the items. A part on each rank: all ranks compute some of
     the gradients, and everyone weighs its part of all of them.
     """
-    comm, is_whole = encoder.comm, encoder.model.part.is_whole
+    comm, is_whole = encoder.comm, encoder.model.slices.is_whole
     mine = items[comm.rank :: comm.world_size] if is_whole else items
-    values = (_encode_whole if is_whole else _encode_parts)(gradients, mine, kind, encoder, keep=keep)
+    values = (_encode_whole if is_whole else _encode_slices)(gradients, mine, kind, encoder, keep=keep)
     found = values.double().cpu().numpy().reshape(len(mine), -1)
     if is_whole and not comm.is_alone:
         found = _interleave(comm.gather(found), len(items))
@@ -182,7 +182,7 @@ def _encode_whole(
     return encoder.finish(torch.stack([encoder.products(vector) for vector in vectors]))
 
 
-def _encode_parts(
+def _encode_slices(
     gradients: GradientSource, items: Sequence[Item], kind: str, encoder: Encoder, *, keep: bool
 ) -> Tensor:
     """From the gradients where these are kept or will be; else each piece is weighed as it arrives, and dropped."""
@@ -210,11 +210,11 @@ def weigh(weight: Tensor, vector: Tensor) -> Tensor:
     return found
 
 
-def _interleave(parts: list[npt.NDArray[np.float64]], count: int) -> npt.NDArray[np.float64]:
+def _interleave(by_rank: list[npt.NDArray[np.float64]], count: int) -> npt.NDArray[np.float64]:
     """Undo items[rank :: world_size]."""
-    found = np.empty((count, max(part.shape[1] for part in parts)))
-    for rank, part in enumerate(parts):
-        found[rank :: len(parts)] = part
+    found = np.empty((count, max(values.shape[1] for values in by_rank)))
+    for rank, values in enumerate(by_rank):
+        found[rank :: len(by_rank)] = values
     return found
 
 

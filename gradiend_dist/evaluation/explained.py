@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gradiend_dist.engines.sliced import CHUNK, CHUNK_ON_GPU, affine, encode_parts, square
+from gradiend_dist.engines.sliced import CHUNK, CHUNK_ON_GPU, affine, encode_slices, square
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.gradients.sketch import Sketch
 from gradiend_dist.gradients.store import GradientSource
@@ -53,12 +53,12 @@ class HeldOut:
             errors += self._squared_error(model, vectors, self.labels[number])
         if sketch is not None:
             self._products = sketch.gram([item.name for item in self.items], self.target)
-        total = float(errors if model.part.is_whole else self.comm.total(errors))
+        total = float(errors if model.slices.is_whole else self.comm.total(errors))
         return {"held_out_loss": total / (len(self.items) * model.input_dim), **self._shares(total, model.latent_dim)}
 
     def _new_sketch(self) -> Sketch:
         base = self.gradients.base
-        return Sketch(len(self.items), base.part, self.comm, base.device)
+        return Sketch(len(self.items), base.slices, self.comm, base.device)
 
     def _squared_error(self, model: GradiendModel, vectors: dict[str, Tensor], label: Tensor) -> Tensor:
         """This rank's part of |y' - y|^2; the latent is everyone's."""
@@ -67,7 +67,7 @@ class HeldOut:
             latent = label.reshape(1, 1).to(target)
         else:
             source = self._own(model, vectors[self.source]).unsqueeze(0)
-            latent = encode_parts(model, source, lambda sums: sums if model.part.is_whole else self.comm.total(sums))
+            latent = encode_slices(model, source, lambda sums: sums if model.slices.is_whole else self.comm.total(sums))
         latent, bias = latent.to(target), model.decoder_bias_vector
         activation: nn.Module = model.decoder[1]
         found = torch.zeros((), dtype=torch.float64, device=target.device)
@@ -80,8 +80,8 @@ class HeldOut:
 
     def _own(self, model: GradiendModel, vector: Tensor) -> Tensor:
         """DeepSpeed has whole gradients on every rank, and a model at rest is cut."""
-        is_cut = self.gradients.base.part.is_whole and not model.part.is_whole
-        return model.part.take(vector) if is_cut else vector
+        is_cut = self.gradients.base.slices.is_whole and not model.slices.is_whole
+        return model.slices.take(vector) if is_cut else vector
 
     def _shares(self, error: float, latent_dim: int) -> dict[str, float | None]:
         assert self._products is not None, "made by the first measurement"

@@ -167,7 +167,7 @@ class DecoderGrid:
         shards = self.session.spread.own_shards()
         space = self.model.gradiend.space
         scaling = scaling_in_place(self.options.scaling, self.session, self.config, space)
-        weights = space.active() if shards is None else space.shard(shards)
+        weights = space.active() if shards is None else space.within(shards)
         size = 1 if shards is not None else self.comm.world_size
         bar = tqdm(total=len(points), desc="decoder grid", unit="point", disable=None if self.comm.is_first else True)
         with bar, InPlace(base_model, weights, self._vectors(), scaling) as moved:
@@ -192,11 +192,11 @@ class DecoderGrid:
     def _vectors(self) -> Vectors:
         """The whole vectors, or, over a sharded base model, those of this rank's shards."""
         gradiend, is_sharded = self.model.gradiend, bool(self.session.spread.shards)
-        if gradiend.part.is_whole and is_sharded:
+        if gradiend.slices.is_whole and is_sharded:
             raise UserError(
                 "The base model is in shards and the GRADIEND model is not: save it, and pass its directory."
             )
-        if gradiend.part.is_whole or is_sharded:
+        if gradiend.slices.is_whole or is_sharded:
             return VectorsInMemory(gradiend)
         path = None if self.saved_at is None else self.saved_at / WEIGHTS
         readable = path is not None and is_model_directory(path.parent) and path.is_file()

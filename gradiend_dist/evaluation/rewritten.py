@@ -181,7 +181,7 @@ def rewritten_model(
 def _whole_vectors(trainer: TextPredictionTrainer, saved_at: Path) -> tuple[ParamMappedGradiendModel, Vectors]:
     """From the model in memory where it is whole; else read from its file as they are wanted."""
     loaded = trainer._trained
-    if loaded is not None and loaded.gradiend.part.is_whole:
+    if loaded is not None and loaded.gradiend.slices.is_whole:
         return loaded.gradiend, VectorsInMemory(loaded.gradiend)
     if (saved_at / WEIGHTS).is_file():
         gradiend = open_gradiend(saved_at)
@@ -197,7 +197,7 @@ def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: st
     gradiend, saved_at = model.gradiend, trainer.saved_at()
     check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
     vectors: Vectors = VectorsInMemory(gradiend)
-    if not gradiend.part.is_whole:
+    if not gradiend.slices.is_whole:
         if saved_at is None:
             raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
         vectors = VectorsInFile(saved_at / WEIGHTS, gradiend)

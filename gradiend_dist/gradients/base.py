@@ -29,7 +29,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.gradients.buckets import Buckets, Deliver, Destination, Direct, Reduced
 from gradiend_dist.gradients.cloze import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
 from gradiend_dist.gradients.items import Item
-from gradiend_dist.space import ParameterSpace, Part, Weight, backbone_module, select_entries
+from gradiend_dist.space import ParameterSpace, Slices, Weight, backbone_module, select_entries
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class BaseGradients:
         micro_batch_size: int | None = None,
         autocast: torch.dtype | None = None,
         comm: Comm | None = None,
-        parts: Sequence[Part] | None = None,
+        slices_by_rank: Sequence[Slices] | None = None,
         shards: dict[str, tuple[int, int]] | None = None,
     ) -> None:
         self.model = model
@@ -75,8 +75,8 @@ class BaseGradients:
         self.micro_batch_size = micro_batch_size
         self.autocast = autocast
         self.comm = comm or Comm()
-        self.parts = parts or [Part.whole(space.size)]
-        self.part = self.parts[self.comm.rank]
+        self.slices_by_rank = slices_by_rank or [Slices.whole(space.size)]
+        self.slices = self.slices_by_rank[self.comm.rank]
         self.is_sharded = shards is not None
         first = next(model.parameters())
         self.device = first.device
@@ -84,7 +84,7 @@ class BaseGradients:
         self.logits_at = LogitsAt(model)
         self._scale = FP16_SCALE if autocast is torch.float16 else 1.0
         parameters = dict(model.named_parameters())
-        mapped = space.active() if shards is None else space.shard(shards)
+        mapped = space.active() if shards is None else space.within(shards)
         self.weights = [
             (weight, parameters[weight.name], None if weight.selected is None else weight.selected.to(self.device))
             for weight in mapped
@@ -101,9 +101,9 @@ class BaseGradients:
         self._destination: Destination = Direct({}, [])
 
     @property
-    def largest_part(self) -> int:
+    def largest_slices(self) -> int:
         """Entries of the rank that has most: what all ranks count with, so that they decide alike."""
-        return max(part.size for part in self.parts)
+        return max(slices.size for slices in self.slices_by_rank)
 
     def compute(self, item: Item, kinds: Sequence[str], *, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """This rank's part of the gradients of the wanted kinds; `out` may hold vectors to overwrite."""
@@ -136,14 +136,14 @@ class BaseGradients:
 
         Not where a pass needs all ranks, where it may be repeated, or where every rank wants all of every item.
         """
-        if self.comm.is_alone or self.is_sharded or self.part.is_whole:
+        if self.comm.is_alone or self.is_sharded or self.slices.is_whole:
             return False
         return self.autocast is not torch.float16
 
     @property
     def buckets(self) -> Buckets:
         if self._buckets is None:
-            self._buckets = Buckets(self.space, self.parts, self.comm)
+            self._buckets = Buckets(self.space, self.slices_by_rank, self.comm)
         return self._buckets
 
     def _is_finite(self, vectors: Iterable[Tensor], item: Item) -> bool:
@@ -155,7 +155,7 @@ class BaseGradients:
         return False
 
     def empty(self) -> Tensor:
-        return torch.empty(self.part.size, dtype=torch.float32, device=self.device)
+        return torch.empty(self.slices.size, dtype=torch.float32, device=self.device)
 
     def _work(
         self, rows: Sequence[tuple[ClozeRow, ...]], item: Item, kinds: list[str], destination: Destination

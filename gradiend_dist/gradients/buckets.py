@@ -3,7 +3,7 @@
 `Direct` is for a rank that keeps what it computes: a single process, or a base model whose own reduction (FSDP) leaves
 each rank its shard. `Reduced` is for replicas of the base model, each with some of the rows: weights are collected in
 buckets in the order in which a backward pass completes them, and a complete bucket is sent off while the pass goes on.
-At no time does a rank hold a vector of size n: only the buckets in flight, and its own part.
+At no time does a rank hold a vector of size n: only the buckets in flight, and its own slices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.space import ParameterSpace, Part, Weight
+from gradiend_dist.space import ParameterSpace, Slices, Weight
 
 # Entries that travel together: enough to fill a network, few beside a large model. A larger weight is a bucket alone.
 BUCKET = 2**24
@@ -68,11 +68,11 @@ class Direct(Destination):
             yield *self._range(kind, weight, as_zeros), factor
 
     def _range(self, kind: str, weight: Weight, as_zeros: bool) -> tuple[Tensor, bool]:
-        part, kept = self.vectors[kind][weight.offset : weight.stop], (kind, weight.name) in self._written
+        entries, kept = self.vectors[kind][weight.offset : weight.stop], (kind, weight.name) in self._written
         self._written.add((kind, weight.name))
         if as_zeros and not kept:
-            part.zero_()
-        return part, kept
+            entries.zero_()
+        return entries, kept
 
     def end(self, *, had_rows: bool = True) -> None:
         pass
@@ -111,14 +111,14 @@ class Bucket:
             yield weight.name, slice(offset, offset + weight.num_selected)
             offset += weight.num_selected
 
-    def cargoes(self, parts: Sequence[Part], rank: int, limit: int) -> Iterator[Cargo]:
+    def cargoes(self, slices_by_rank: Sequence[Slices], rank: int, limit: int) -> Iterator[Cargo]:
         """The bucket in ranges of at most `limit` entries: a vocabulary's weight is too large to be sent at once."""
         places = [place.start for _, place in self.places()]
         positions = list(zip(places, (weight.offset for weight in self.weights), strict=True))
         for start in range(0, self.size, limit):
             stop = min(start + limit, self.size)
             runs = list(_runs(positions, self.size, start, stop))
-            overlaps = [[where for run in runs for where in _overlap(part, *run)] for part in parts]
+            overlaps = [[where for run in runs for where in _overlap(slices, *run)] for slices in slices_by_rank]
             sizes = tuple(sum(where.stop - where.start for where in mine) for mine in overlaps)
             yield Cargo(slice(start, stop), sizes, tuple(overlaps[rank]))
 
@@ -132,9 +132,9 @@ def _runs(positions: list[tuple[int, int]], size: int, start: int, stop: int) ->
             yield position + low - place, position + high - place
 
 
-def _overlap(part: Part, start: int, stop: int) -> Iterator[slice]:
+def _overlap(slices: Slices, start: int, stop: int) -> Iterator[slice]:
     """Where a range of the space is in a rank's own vector."""
-    for own, there in part.pieces():
+    for own, there in slices.mapped():
         low, high = max(there.start, start), min(there.stop, stop)
         if low < high:
             shift = own.start - there.start
@@ -148,9 +148,11 @@ class Buckets:
     they travel at the end of a pass, whether or not they have one this time.
     """
 
-    def __init__(self, space: ParameterSpace, parts: Sequence[Part], comm: Comm, size: int | None = None) -> None:
-        self.space, self.parts, self.comm, self.size = space, parts, comm, size or BUCKET
-        self.everyone_all = all(part.is_whole for part in parts)
+    def __init__(
+        self, space: ParameterSpace, slices_by_rank: Sequence[Slices], comm: Comm, size: int | None = None
+    ) -> None:
+        self.space, self.slices_by_rank, self.comm, self.size = space, slices_by_rank, comm, size or BUCKET
+        self.everyone_all = all(slices.is_whole for slices in slices_by_rank)
         self.silent: frozenset[str] | None = None
         self._lay_out(frozenset())
 
@@ -174,7 +176,7 @@ class Buckets:
     def cargoes(self, number: int, limit: int) -> list[Cargo]:
         if (number, limit) not in self._cargoes:
             bucket = self.buckets[number]
-            self._cargoes[number, limit] = list(bucket.cargoes(self.parts, self.comm.rank, limit))
+            self._cargoes[number, limit] = list(bucket.cargoes(self.slices_by_rank, self.comm.rank, limit))
         return self._cargoes[number, limit]
 
     def _cut(self, descending: list[Weight]) -> list[Bucket]:

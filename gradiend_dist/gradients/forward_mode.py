@@ -70,11 +70,11 @@ def _moving_weights(base: BaseGradients, direction: Tensor) -> dict[str, Tensor]
     """The base weights, each with its part of the direction as tangent."""
     moving = {}
     for weight, parameter, indices in base.weights:
-        part = direction[weight.offset : weight.stop].to(parameter.device, parameter.dtype)
-        tangent = part
+        selected = direction[weight.offset : weight.stop].to(parameter.device, parameter.dtype)
+        tangent = selected
         if indices is not None:
             tangent = torch.zeros(weight.numel, dtype=parameter.dtype, device=parameter.device)
-            tangent[indices] = part
+            tangent[indices] = selected
         moving[weight.name] = forward_ad.make_dual(parameter.detach(), tangent.view(weight.shape))
     return moving
 

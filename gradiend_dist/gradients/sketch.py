@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 SKETCH = 2**20
 
@@ -29,17 +29,17 @@ MULTIPLIED_TOGETHER = 2**18
 class Sketch:
     """`count` vectors over a space, each rank knowing its part; 4 bytes x `count` x min(part, SKETCH) on each rank."""
 
-    def __init__(self, count: int, part: Part, comm: Comm, device: torch.device) -> None:
-        self.part, self.comm = part, comm
-        self.folds = part.total > SKETCH
-        self.values = torch.zeros(count, SKETCH if self.folds else part.size, device=device)
+    def __init__(self, count: int, slices: Slices, comm: Comm, device: torch.device) -> None:
+        self.slices, self.comm = slices, comm
+        self.folds = slices.total > SKETCH
+        self.values = torch.zeros(count, SKETCH if self.folds else slices.size, device=device)
 
     def put(self, number: int, vector: Tensor) -> None:
         """This rank's part of a vector, each number once; the vector may be overwritten afterwards."""
         if not self.folds:
             self.values[number] = vector
             return
-        for own, there in self.part.pieces():
+        for own, there in self.slices.mapped():
             start = there.start
             while start < there.stop:
                 block, first = divmod(start, SKETCH)
@@ -64,12 +64,12 @@ class Sketch:
 
     def _products(self) -> Tensor:
         whole = self.values
-        if self.folds and not self.part.is_whole:
+        if self.folds and not self.slices.is_whole:
             whole = self.comm.total(whole)  # before products: pieces of different ranks meet in one place
         found = torch.zeros(len(whole), len(whole), dtype=torch.float64, device=whole.device)
         for chunk in whole.split(MULTIPLIED_TOGETHER, dim=1):
             found += chunk @ chunk.T
-        if not self.folds and not self.part.is_whole:
+        if not self.folds and not self.slices.is_whole:
             found = self.comm.total(found)
         return found.cpu()
 

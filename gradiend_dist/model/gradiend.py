@@ -20,7 +20,7 @@ from gradiend_dist.config.arguments import ACTIVATIONS, PARTS
 from gradiend_dist.config.checks import require_choice
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.entries import count_to_keep, select_entries_to_keep
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Projection(nn.Module):
 class GradiendModel(nn.Module):
     """Encoder and decoder without any knowledge of a base model.
 
-    With a `part`, the tensors hold that part of the n entries alone: what one of several ranks owns. A part encodes
+    With `slices`, the tensors hold that part of the n entries alone: what one of several ranks owns. A part encodes
     nothing by itself; the engines add up what the parts contribute.
     """
 
@@ -68,7 +68,7 @@ class GradiendModel(nn.Module):
         input_dim: int,
         latent_dim: int = 1,
         *,
-        part: Part | None = None,
+        slices: Slices | None = None,
         activation_encoder: str = "tanh",
         activation_decoder: str = "id",
         bias_decoder: bool = True,
@@ -85,9 +85,9 @@ class GradiendModel(nn.Module):
         self.input_dim, self.latent_dim = input_dim, latent_dim
         self.activation_encoder, self.activation_decoder = activation_encoder, activation_decoder
         self.bias_decoder = bias_decoder
-        self.part = part or Part.whole(input_dim)
-        assert self.part.total == input_dim, f"a part of {self.part.total} entries for n = {input_dim}"
-        width = self.part.size
+        self.slices = slices or Slices.whole(input_dim)
+        assert self.slices.total == input_dim, f"a part of {self.slices.total} entries for n = {input_dim}"
+        width = self.slices.size
         encoder_at, decoder_at = device_encoder or device or "cpu", device_decoder or device or "cpu"
         self.encoder = nn.Sequential(
             Projection(width, latent_dim, bias=True, device=encoder_at, dtype=torch_dtype),
@@ -124,7 +124,7 @@ class GradiendModel(nn.Module):
         largest = -math.inf
         pieces = [
             (slice(own.start * width, own.stop * width), there.start * width, there.stop * width)
-            for own, there in self.part.pieces()
+            for own, there in self.slices.mapped()
         ]
         for start in range(0, self.input_dim * width, DRAWN_TOGETHER):
             stop = min(start + DRAWN_TOGETHER, self.input_dim * width)
@@ -286,13 +286,16 @@ class ParamMappedGradiendModel(GradiendModel):
     def keep_entries(self, keep: Tensor) -> None:
         """Shrink weights and space to these positions of the space."""
         own = keep
-        if not self.part.is_whole:
-            owned = [keep[slice(*torch.searchsorted(keep, torch.tensor(ends)).tolist())] for ends in self.part.ranges]
+        if not self.slices.is_whole:
+            owned = [keep[slice(*torch.searchsorted(keep, torch.tensor(ends)).tolist())] for ends in self.slices.ranges]
             own = torch.cat(
-                [mine - there.start + here.start for mine, (here, there) in zip(owned, self.part.pieces(), strict=True)]
+                [
+                    mine - there.start + here.start
+                    for mine, (here, there) in zip(owned, self.slices.mapped(), strict=True)
+                ]
             )
         self._keep_entries(own)
-        self.part = self.part.after(keep)
+        self.slices = self.slices.after(keep)
         self.space = self.space.select(keep)
         self.input_dim = keep.numel()
 

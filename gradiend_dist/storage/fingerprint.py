@@ -108,21 +108,21 @@ def content_hash(model: GradiendModel, comm: Comm) -> str:
 
     Each entry's bits, mixed with its place and summed modulo 2^64: sums have no order.
     """
-    part, m = model.part, model.latent_dim
+    slices, m = model.slices, model.latent_dim
     tensors = [(row, 1) for row in model.encoder_weight] + [(model.decoder_weight.reshape(-1), m)]
     if model.decoder_bias_vector is not None:
         tensors.append((model.decoder_bias_vector, 1))
     sums = []
     for tensor, width in tensors:
         total = torch.zeros((), dtype=torch.int64)
-        for own, there in part.pieces():
+        for own, there in slices.mapped():
             for start in range(own.start * width, own.stop * width, _HASHED):
                 stop = min(start + _HASHED, own.stop * width)
                 place = torch.arange(start, stop) + (there.start - own.start) * width
                 total += _mixed(tensor[start:stop].float().cpu().view(torch.int32).long(), place).sum()
         sums.append(total)
     found = torch.stack(sums)
-    if not part.is_whole:
+    if not slices.is_whole:
         comm.total_on_host(found)
     same = torch.cat([found, model.encoder_bias.float().cpu().view(torch.int32).long()])
     return hashlib.sha256(same.numpy().tobytes()).hexdigest()[:32]

@@ -27,7 +27,7 @@ from torch import Tensor
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
-from gradiend_dist.space import INT32_MAX, ParameterSpace, Part
+from gradiend_dist.space import INT32_MAX, ParameterSpace, Slices
 from gradiend_dist.storage.files import explained, make_partial, read_json, replace_directory, write_json
 from gradiend_dist.storage.layout import CONTEXT, INDICES, MASKS, MODEL_CONFIG, TOKENIZER, TRAINING, WEIGHTS
 from gradiend_dist.storage.weight_file import read_weights, write_weights
@@ -187,11 +187,15 @@ def read_context(path: Path) -> dict[str, Any]:
 
 
 def load_gradiend(
-    path: str | Path, *, comm: Comm | None = None, part: Callable[[ParameterSpace], Part] | None = None, **devices: Any
+    path: str | Path,
+    *,
+    comm: Comm | None = None,
+    slices: Callable[[ParameterSpace], Slices] | None = None,
+    **devices: Any,
 ) -> ParamMappedGradiendModel:
     """Encoder, decoder and parameter space of a model directory, without its base model.
 
-    With `comm`, all ranks call this together; with `part`, each reads only what that gives of the space.
+    With `comm`, all ranks call this together; with `slices`, each reads only what that gives of the space.
     """
     comm, path = comm or Comm(), Path(path)
     everyone_sees = comm.everyone_sees(path / MODEL_CONFIG)
@@ -199,8 +203,8 @@ def load_gradiend(
     architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
     if not everyone_sees:
         architecture, space = comm.decide((architecture, space))
-    model = _empty_gradiend(architecture, space, part=None if part is None else part(space), **devices)
-    if not model.part.is_whole:
+    model = _empty_gradiend(architecture, space, slices=None if slices is None else slices(space), **devices)
+    if not model.slices.is_whole:
         restore_weights(model, path, comm)
         return model
     tensors = _load_tensors(path)

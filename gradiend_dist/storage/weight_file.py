@@ -51,13 +51,13 @@ def shapes(model: GradiendModel) -> dict[str, tuple[int, ...]]:
 def pieces(model: GradiendModel) -> Iterator[Piece]:
     """What this part owns of the file, as views of its tensors; the encoder's bias is the same on every rank."""
     n, m = model.input_dim, model.latent_dim
-    for own, there in model.part.pieces():
+    for own, there in model.slices.mapped():
         for row in range(m):
             yield Piece("encoder.0.linear.weight", row * n + there.start, model.encoder_weight[row, own])
         yield Piece("decoder.0.linear.weight", there.start * m, model.decoder_weight[own].reshape(-1))
         if model.decoder_bias_vector is not None:
             yield Piece("decoder.0.linear.bias", there.start, model.decoder_bias_vector[own])
-    if model.part.is_whole or (model.part.ranges and model.part.ranges[0][0] == 0):
+    if model.slices.is_whole or (model.slices.ranges and model.slices.ranges[0][0] == 0):
         yield Piece("encoder.0.linear.bias", 0, model.encoder_bias)
 
 

@@ -100,7 +100,7 @@ class TrainingInputs:
     def pre_pruned(self, config: PrePruneConfig, seed: int) -> ParameterSpace:
         """The space that pre-pruning leaves; `seed` draws its examples."""
         base = self.session.base_gradients(
-            self.session.space, parts=self.session.spread.resting_parts(self.session.space)
+            self.session.space, slices_by_rank=self.session.spread.inference_slices(self.session.space)
         )
         keep = pre_prune(base, self.training_rows(), config, seed=seed, behaviour=self.session.args.behaviour)
         return self.session.space.select(keep)
@@ -124,11 +124,13 @@ class TrainingInputs:
         """
         args, spread = self.session.args, self.session.spread
         items, labels = self.spectral_items(args.data_seed)
-        base = self.session.base_gradients(self.session.space, parts=spread.resting_parts(self.session.space))
+        base = self.session.base_gradients(
+            self.session.space, slices_by_rank=spread.inference_slices(self.session.space)
+        )
         kinds = list(dict.fromkeys((config.source, *args.trained_kinds)))
         one_pass = (
             spread.launch.engine != "zero"  # its ranks train on whole gradients, and prune by parts of them
-            and 4 * base.largest_part * len(kinds) * len(items) <= self.session.store_bytes()
+            and 4 * base.largest_slices * len(kinds) * len(items) <= self.session.store_bytes()
         )
         if known is not None and not one_pass:
             return known
@@ -151,8 +153,8 @@ class TrainingInputs:
 
     def _take_over(self, wide: GradientSource, items: Sequence[Item], space: ParameterSpace, keep: Tensor) -> None:
         """Put what a pruned space keeps of these gradients into its store, each rank its part."""
-        narrow, own = self.session.gradients(space), wide.base.part.local(keep).to(wide.base.device)
-        before, after = [part.after(keep) for part in wide.base.parts], narrow.base.parts
+        narrow, own = self.session.gradients(space), wide.base.slices.local(keep).to(wide.base.device)
+        before, after = [slices.after(keep) for slices in wide.base.slices_by_rank], narrow.base.slices_by_rank
         for item in items:
             for kind, vector in wide.get(item, self.session.args.trained_kinds, keep=True).items():
                 kept = vector[own]
@@ -164,7 +166,7 @@ class TrainingInputs:
 
     def seeds_fit_together(self, space: ParameterSpace, num_seeds: int) -> bool:
         """May all seeds' weights and moments be in memory at once? Half of what is free is left alone."""
-        largest = max(part.size for part in self.session.spread.parts(space))
+        largest = max(slices.size for slices in self.session.spread.training_slices(space))
         needed = num_seeds * largest * BYTES_PER_ENTRY_AND_SEED
         devices = dict.fromkeys((self.session.placement.encoder, self.session.placement.decoder))
         return all(needed / len(devices) < self.session.free_on_every_rank(device) / 2 for device in devices)

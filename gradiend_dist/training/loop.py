@@ -513,7 +513,7 @@ def keeps_whole_items(
         count += held_out.num_vectors
     if args.looks_at_items:
         count += len(args.trained_kinds) * args.spectral_items * args.max_seeds
-    needed = 4 * gradients.base.largest_part * count
+    needed = 4 * gradients.base.largest_slices * count
     return twice and gradients.base.in_rounds and needed <= gradients.store.budget_bytes
 
 

@@ -21,7 +21,7 @@ from gradiend_dist.gradients.items import Item, ItemRows
 from gradiend_dist.model.entries import count_to_keep, select_entries_to_keep
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def keep_largest(
     """Positions of the largest sums of sizes, over all ranks."""
     keep = select_over_ranks(
         base.comm,
-        base.part,
+        base.slices,
         sum_of_sizes(base, gradient, groups),
         threshold=config.threshold,
         topk=config.topk,
@@ -96,7 +96,7 @@ def post_prune(model: ModelWithGradiend, config: PostPruneConfig, comm: Comm) ->
     before, gradiend = len(model), model.gradiend
     keep = select_over_ranks(
         comm,
-        gradiend.part,
+        gradiend.slices,
         gradiend.get_weight_importance(config.part),
         mask=config.mask,
         threshold=config.threshold,
@@ -108,7 +108,7 @@ def post_prune(model: ModelWithGradiend, config: PostPruneConfig, comm: Comm) ->
 
 def select_over_ranks(
     comm: Comm,
-    part: Part,
+    slices: Slices,
     importance: Tensor,
     *,
     mask: Tensor | None = None,
@@ -121,20 +121,20 @@ def select_over_ranks(
     The k-th largest value is found digit by digit from counts of what every rank has: a few thousand numbers travel,
     whatever n is, and the result is exact.
     """
-    if part.is_whole:
+    if slices.is_whole:
         return select_entries_to_keep(
-            part.total, mask=mask, threshold=threshold, topk=topk, importance=importance, in_float32=in_float32
+            slices.total, mask=mask, threshold=threshold, topk=topk, importance=importance, in_float32=in_float32
         )
     check_topk("topk", topk)
-    candidates = torch.arange(part.size) if mask is None else part.take(mask.cpu()).nonzero().squeeze(1)
+    candidates = torch.arange(slices.size) if mask is None else slices.take(mask.cpu()).nonzero().squeeze(1)
     if threshold is not None:
         candidates = candidates[importance[candidates] >= threshold]
     remaining = _count(comm, candidates)
     if topk is not None and not (isinstance(topk, float) and topk == 1.0):
         k = count_to_keep(topk, remaining, in_float32=in_float32)
         if k < remaining:
-            candidates = _largest_over_ranks(comm, part, importance, candidates, k)
-    keep = comm.concatenate(part.positions(candidates))
+            candidates = _largest_over_ranks(comm, slices, importance, candidates, k)
+    keep = comm.concatenate(slices.positions(candidates))
     if not keep.numel():
         largest = comm.largest(importance.max().item() if importance.numel() else 0.0)[0]
         raise UserError(
@@ -144,14 +144,14 @@ def select_over_ranks(
     return keep.sort().values
 
 
-def _largest_over_ranks(comm: Comm, part: Part, importance: Tensor, candidates: Tensor, k: int) -> Tensor:
+def _largest_over_ranks(comm: Comm, slices: Slices, importance: Tensor, candidates: Tensor, k: int) -> Tensor:
     """The candidates among the k most important of all ranks; ties at the k-th place go to the lowest positions."""
     # The bits of non-negative floats, read as integers, are in the order of the floats.
     keys = LARGEST_KEY - importance[candidates].float().contiguous().view(torch.int32).long()
     last = kth_smallest(comm, keys, k)
     above, tied = candidates[keys < last], candidates[keys == last]
     room = k - _count(comm, above)
-    positions = part.positions(tied)
+    positions = slices.positions(tied)
     last_position = kth_smallest(comm, positions, room)
     return torch.cat([above, tied[positions <= last_position]]).sort().values
 
@@ -160,8 +160,8 @@ def top_over_ranks(comm: Comm, model: ParamMappedGradiendModel, part: str, topk:
     """Base-global positions of the most important entries, most important first, where each rank has its part."""
     importance = model.get_weight_importance(part)
     best = torch.sort(importance, descending=True, stable=True).indices[:topk]
-    mine = list(zip((-importance[best]).tolist(), model.part.positions(best).tolist(), strict=True))
-    found = [mine] if model.part.is_whole else comm.gather(mine)
+    mine = list(zip((-importance[best]).tolist(), model.slices.positions(best).tolist(), strict=True))
+    found = [mine] if model.slices.is_whole else comm.gather(mine)
     positions = [position for _, position in sorted(pair for pairs in found for pair in pairs)[:topk]]
     return model.space.base_global(torch.tensor(positions, dtype=torch.int64)).tolist()
 

@@ -234,7 +234,7 @@ class SeedTraining:
     def _gradients_fit(self, space: ParameterSpace) -> bool:
         plan = self._plan()
         kinds = len({self.args.source, self.args.target})
-        largest = max(part.size for part in self.session.spread.parts(space))
+        largest = max(slices.size for slices in self.session.spread.training_slices(space))
         return 4 * largest * kinds * len(plan.visited()) <= self.session.store_bytes()
 
     def _plan(self) -> Plan:

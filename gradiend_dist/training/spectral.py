@@ -168,14 +168,14 @@ class SpectralStart:
     def _measure(self) -> Measured:
         base = self.gradients.base
         kinds = self.args.trained_kinds
-        sketches = {kind: Sketch(len(self.items), base.part, self.comm, base.device) for kind in kinds}
+        sketches = {kind: Sketch(len(self.items), base.slices, self.comm, base.device) for kind in kinds}
         sizes = torch.zeros(len(self.items), dtype=torch.float64, device=base.device)
         for number, vectors in self._vectors():
             for kind, sketch in sketches.items():
                 sketch.put(number, vectors[kind])
             if self.source is not None:
                 sizes[number] = torch.linalg.vector_norm(vectors[self.source], 1)
-        if not base.part.is_whole:
+        if not base.slices.is_whole:
             self.comm.total(sizes)
         names = [item.name for item in self.items]
         grams = {kind: sketch.gram(names, kind) for kind, sketch in sketches.items()}

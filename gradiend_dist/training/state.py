@@ -50,7 +50,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Interrupt, Preempted
 from gradiend_dist.engines.base import Engine
 from gradiend_dist.errors import UserError
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.storage.files import explained, jsonable, new_directory, read_json, write_json
 from gradiend_dist.storage.layout import SAVE_TRIGGER, STATE_COMPLETE, STATE_PROGRESS, STATE_RUN, STATE_SPACE
 
@@ -70,12 +70,12 @@ LOOK_SECONDS = 0.5
 class CutTensor(torch.Tensor):
     """This rank's part of a vector (or matrix, along its first dimension), as torch.distributed.checkpoint reads it."""
 
-    part: Part
+    slices: Slices
 
     @staticmethod
-    def of(own: Tensor, part: Part) -> CutTensor:
+    def of(own: Tensor, slices: Slices) -> CutTensor:
         cut = own.detach().as_subclass(CutTensor)
-        cut.part = part
+        cut.slices = slices
         return cut
 
     def plain(self) -> Tensor:
@@ -83,7 +83,7 @@ class CutTensor(torch.Tensor):
 
     def size(self, *dimensions: int) -> Any:  # type: ignore[override]
         """Of the whole."""
-        whole = torch.Size([self.part.total, *self.plain().shape[1:]])
+        whole = torch.Size([self.slices.total, *self.plain().shape[1:]])
         return whole[dimensions[0]] if dimensions else whole
 
     def _chunks(self) -> list[tuple[slice, ChunkStorageMetadata]]:
@@ -96,7 +96,7 @@ class CutTensor(torch.Tensor):
                     sizes=torch.Size([there.stop - there.start, *shape]),
                 ),
             )
-            for own, there in self.part.pieces()
+            for own, there in self.slices.mapped()
             if there.start < there.stop
         ]
 
@@ -397,8 +397,8 @@ class StateKeeper:
                 continue
             for name, tensor in state.cut.items():
                 copied = tensor.detach().to("cpu", copy=True)
-                whole = engine.part.is_whole
-                tensors[f"{seed}.{name}"] = copied if whole else CutTensor.of(copied, engine.part)
+                whole = engine.slices.is_whole
+                tensors[f"{seed}.{name}"] = copied if whole else CutTensor.of(copied, engine.slices)
             tensors.update({f"{seed}.{name}": t.detach().to("cpu", copy=True) for name, t in state.same.items()})
         if not tensors:
             return None
@@ -490,9 +490,9 @@ class StateKeeper:
             if state is None:
                 run.engine.load_own(path / f"seed_{run.seed}")
                 continue
-            whole = run.engine.part.is_whole
+            whole = run.engine.slices.is_whole
             for name, tensor in state.cut.items():
-                tensors[f"{run.seed}.{name}"] = tensor if whole else CutTensor.of(tensor, run.engine.part)
+                tensors[f"{run.seed}.{name}"] = tensor if whole else CutTensor.of(tensor, run.engine.slices)
             tensors.update({f"{run.seed}.{name}": tensor for name, tensor in state.same.items()})
         if tensors:
             self._load_tensors(tensors, path / "tensors")

@@ -31,7 +31,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.model import gradiend as model_module
 from gradiend_dist.model.entries import select_entries_to_keep
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
-from gradiend_dist.space import ParameterSpace, Part
+from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.storage import weight_file
 from gradiend_dist.storage.weight_file import read_weights, write_weights
 from gradiend_dist.training.pruning import kth_smallest, select_over_ranks, top_over_ranks
@@ -41,12 +41,12 @@ OPTIONS = StepOptions("adamw", weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e
 NUM_STEPS = 5
 
 
-def cut(n: int, comm: Comm, *, interleaved: bool) -> Part:
+def cut(n: int, comm: Comm, *, interleaved: bool) -> Slices:
     """A rank's part: one range, or, as under FSDP, a piece of every weight of 5 entries."""
     if not interleaved:
-        return Part.even(n, comm.rank, comm.world_size)
+        return Slices.even(n, comm.rank, comm.world_size)
     ranges = tuple((start, min(start + 5, n)) for start in range(comm.rank * 5, n, 5 * comm.world_size))
-    return Part(n, ranges or ((0, 0),))
+    return Slices(n, ranges or ((0, 0),))
 
 
 # --- pruning
@@ -91,7 +91,7 @@ def _tops(comm: Comm) -> Iterator[dict[str, Any]]:
     for interleaved in (False, True):
         for topk in (1, 5, 100):
             whole, mine = (
-                new_model(space, part=part) for part in (None, cut(len(space), comm, interleaved=interleaved))
+                new_model(space, slices=part) for part in (None, cut(len(space), comm, interleaved=interleaved))
             )
             for model in (whole, mine):
                 model.decoder_weight.mul_(8).round_()  # ties
@@ -119,7 +119,7 @@ def _kths(comm: Comm) -> Iterator[dict[str, Any]]:
 
 def _refusals(comm: Comm) -> Iterator[dict[str, Any]]:
     """Every rank must see that nothing is left, and say the same."""
-    part = Part.even(10, comm.rank, comm.world_size)
+    part = Slices.even(10, comm.rank, comm.world_size)
     try:
         select_over_ranks(comm, part, part.take(torch.arange(10.0)), threshold=11.0)
         message = "accepted"
@@ -134,10 +134,10 @@ def _refusals(comm: Comm) -> Iterator[dict[str, Any]]:
 
 
 def new_model(
-    space: ParameterSpace, *, part: Part | None = None, seed: int = 2, **options: Any
+    space: ParameterSpace, *, part: Slices | None = None, seed: int = 2, **options: Any
 ) -> ParamMappedGradiendModel:
     """The same weights, whatever the part."""
-    return ParamMappedGradiendModel(space, part=part, generator=torch.Generator().manual_seed(seed), **options)
+    return ParamMappedGradiendModel(space, slices=part, generator=torch.Generator().manual_seed(seed), **options)
 
 
 def flat_space(n: int) -> ParameterSpace:
@@ -160,7 +160,7 @@ def write_files(comm: Comm, directory: Path, *, interleaved: bool) -> list[str]:
     written = []
     for name, (n, options) in FILES.items():
         path = directory / f"{name}.safetensors"
-        write_weights(new_model(flat_space(n), part=cut(n, comm, interleaved=interleaved), **options), path, comm)
+        write_weights(new_model(flat_space(n), slices=cut(n, comm, interleaved=interleaved), **options), path, comm)
         written.append(name)
     return written
 
@@ -171,7 +171,7 @@ def read_files(comm: Comm, directory: Path, *, interleaved: bool) -> dict[str, b
     found = {}
     for name, (n, options) in FILES.items():
         part = cut(n, comm, interleaved=interleaved)
-        model, expected = (new_model(flat_space(n), part=part, seed=seed, **options) for seed in (8, 2))
+        model, expected = (new_model(flat_space(n), slices=part, seed=seed, **options) for seed in (8, 2))
         read_weights(model, directory / f"{name}.safetensors", comm)
         ours, theirs = model.state_dict(), expected.state_dict()
         found[name] = all(comm.gather(all(torch.equal(ours[key], theirs[key]) for key in theirs)))
@@ -232,10 +232,10 @@ def engines(comm: Comm, _results: Path) -> dict[str, Any]:
 
 
 def _compare(
-    comm: Comm, part: Part, sizes: tuple[int, ...], options: StepOptions, shape: dict[str, Any]
+    comm: Comm, part: Slices, sizes: tuple[int, ...], options: StepOptions, shape: dict[str, Any]
 ) -> dict[str, float]:
     n, space = part.total, flat_space(part.total)
-    sliced = SlicedEngine(new_model(space, part=part, **shape), options, comm)
+    sliced = SlicedEngine(new_model(space, slices=part, **shape), options, comm)
     whole = PlacedEngine(new_model(space, **shape), options)
     start = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
     reports, apart = [], 0.0
@@ -266,8 +266,8 @@ def _compare(
 
 def _bad_step(comm: Comm) -> dict[str, Any]:
     """A NaN among the entries of the last rank: no rank may move, every rank must hear of it."""
-    part = Part.even(101, comm.rank, comm.world_size)
-    engine = SlicedEngine(new_model(flat_space(101), part=part), OPTIONS, comm)
+    part = Slices.even(101, comm.rank, comm.world_size)
+    engine = SlicedEngine(new_model(flat_space(101), slices=part), OPTIONS, comm)
     batches = make_batches(101, (2,), 0)
     assert batches[0].source is not None
     batches[0].source[1, 100] = float("nan")
@@ -288,18 +288,18 @@ def make_batches(n: int, sizes: tuple[int, ...], step: int) -> list[GradiendBatc
     return batches
 
 
-def take(batches: list[GradiendBatch], part: Part) -> list[GradiendBatch]:
+def take(batches: list[GradiendBatch], part: Slices) -> list[GradiendBatch]:
     return [
         GradiendBatch(part_of_rows(batch.source, part), part_of_rows(batch.target, part), batch.label)  # type: ignore[arg-type]
         for batch in batches
     ]
 
 
-def part_of_rows(rows: Tensor, part: Part) -> Tensor:
+def part_of_rows(rows: Tensor, part: Slices) -> Tensor:
     return torch.stack([part.take(row) for row in rows])
 
 
-def _taken(tensor: Tensor, name: str, part: Part) -> Tensor:
+def _taken(tensor: Tensor, name: str, part: Slices) -> Tensor:
     if name == "encoder.0.linear.bias":
         return tensor
     return part_of_rows(tensor, part) if name == "encoder.0.linear.weight" else part.take(tensor)
@@ -351,14 +351,14 @@ def memory(comm: Comm, results: Path) -> dict[str, Any]:
     x and y are those of one item, as in a plain step. Work areas that do not grow with n are made small beside n.
     Reading is left out: it maps the file, which looks like a tensor of size n and is no memory.
     """
-    part = Part.even(MEMORY_SIZE, comm.rank, comm.world_size)
+    part = Slices.even(MEMORY_SIZE, comm.rank, comm.world_size)
     with LiveBytes() as live:
         _live(comm, part, results / "memory.safetensors")
     return {"peaks": comm.gather(live.peak), "left": comm.gather(live.now), "parts": comm.gather(part.size)}
 
 
-def _live(comm: Comm, part: Part, path: Path) -> None:
-    model = new_model(flat_space(part.total), part=part)
+def _live(comm: Comm, part: Slices, path: Path) -> None:
+    model = new_model(flat_space(part.total), slices=part)
     engine: Engine = PlacedEngine(model, OPTIONS) if comm.is_alone else SlicedEngine(model, OPTIONS, comm)
     batch = GradiendBatch(torch.full((1, part.size), 0.5), torch.full((1, part.size), 0.25), torch.ones(1, 1))
     for _ in range(2):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from dry_run import Watch, check, describe, dry_run
 
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 
 @pytest.mark.parametrize("base", ["replicated", "fsdp2"])
@@ -62,7 +62,7 @@ def test_step__of_a_large_model_on_many_ranks(model, world_size, base):
 
 def test_part__positions_beyond_32_bits():
     n = 70_000_000_123
-    parts = [Part.even(n, rank, 512) for rank in range(512)]
+    parts = [Slices.even(n, rank, 512) for rank in range(512)]
     assert sum(part.size for part in parts) == n
     assert parts[-1].ranges[0][1] == n and parts[-1].ranges[0][0] > 2**31
     assert max(part.size for part in parts) < 2**31

@@ -69,7 +69,7 @@ def single_steps(model: str, results: Path) -> dict[str, Any]:
     session = trainer.session
     engine = session.spread.make_engine(session.new_model(session.space, 0).gradiend, StepOptions.of(trainer.args))
     source, rows = session.gradients(session.space), trainer.inputs.training_items()
-    found: dict[str, Any] = {"n": session.space.size, "part": engine.part.size}
+    found: dict[str, Any] = {"n": session.space.size, "part": engine.slices.size}
     found["trained"] = sum(p.numel() for p in session.base_model.parameters() if p.requires_grad)
     for num_items in (1, 1, 3):  # the first time ranks tell each other which weights get no gradient
         with Counting() as counting:

@@ -161,7 +161,7 @@ class Lab:
         found["encodings"] = difference(zero.encode(source), placed.encode(source))
         model, weights = zero.encoding_model(), full_weights(zero, self.comm)
         found["encoding_model"] = (
-            model.part.is_whole
+            model.slices.is_whole
             and torch.equal(model.encoder_weight, weights["encoder.0.linear.weight"])
             and torch.equal(model.encoder_bias, weights["encoder.0.linear.bias"])
         )
@@ -253,7 +253,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def full_weights(zero: ZeroEngine, comm: Comm) -> dict[str, Tensor]:
     """All ranks' parts put together as their model says; what all ranks have must be the same on all."""
     own = zero.weights()
-    pieces = comm.gather((own.part.ranges[0], own.state_dict()))
+    pieces = comm.gather((own.slices.ranges[0], own.state_dict()))
     along_n = {"encoder.0.linear.weight": 1, "decoder.0.linear.weight": 0, "decoder.0.linear.bias": 0}
     assert [start for (start, _), _ in pieces[1:]] == [stop for (_, stop), _ in pieces[:-1]]
     assert all(torch.equal(part["encoder.0.linear.bias"], own.encoder_bias) for _, part in pieces)

@@ -18,7 +18,7 @@ from gradiend_dist.engines import sliced as placed
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
 from gradiend_dist.engines.sliced import PlacedEngine
 from gradiend_dist.model.gradiend import GradiendModel
-from gradiend_dist.space import Part
+from gradiend_dist.space import Slices
 
 N = 103
 ACTIVATIONS = ["tanh", "relu", "leakyrelu", "gelu", "silu", "elu", "sigmoid", "smht", "id"]
@@ -513,15 +513,15 @@ class PartEngine(PlacedEngine):
         return self.meeting.total(self.rank, partial)
 
 
-def take_part(batch: GradiendBatch, part: Part) -> GradiendBatch:
+def take_part(batch: GradiendBatch, part: Slices) -> GradiendBatch:
     source, target = (torch.stack([part.take(row) for row in rows]) for rows in (batch.source, batch.target))
     return GradiendBatch(source, target, batch.label)
 
 
 PARTS = {
-    "two": [Part.even(N, rank, 2) for rank in range(2)],
-    "interleaved": [Part(N, ((0, 20), (60, 70))), Part(N, ((20, 60), (70, N)))],
-    "one of nothing": [Part(N, ((0, 50),)), Part(N, ((50, 50),)), Part(N, ((50, N),))],
+    "two": [Slices.even(N, rank, 2) for rank in range(2)],
+    "interleaved": [Slices(N, ((0, 20), (60, 70))), Slices(N, ((20, 60), (70, N)))],
+    "one of nothing": [Slices(N, ((0, 50),)), Slices(N, ((50, 50),)), Slices(N, ((50, N),))],
 }
 
 
@@ -534,14 +534,15 @@ def test_step__parts_of_n_together_are_the_whole(parts, sizes, mode, changes):
     whole = PlacedEngine(make_model(**changes), options(**mode))
     meeting = Meeting(len(parts))
     engines = [
-        PartEngine(make_model(part=part, **changes), options(**mode), meeting, rank) for rank, part in enumerate(parts)
+        PartEngine(make_model(slices=part, **changes), options(**mode), meeting, rank)
+        for rank, part in enumerate(parts)
     ]
     with ThreadPoolExecutor(len(parts)) as threads:
         for step in range(4):
             batches = make_batches(sizes, seed=step)
             expected = whole.step(batches, 1e-2)
             steps = [
-                threads.submit(engine.step, [take_part(batch, engine.part) for batch in batches], 1e-2)
+                threads.submit(engine.step, [take_part(batch, engine.slices) for batch in batches], 1e-2)
                 for engine in engines
             ]
             results = [one.result() for one in steps]
@@ -551,9 +552,9 @@ def test_step__parts_of_n_together_are_the_whole(parts, sizes, mode, changes):
         for name, tensor in engine.model.state_dict().items():
             wanted = whole.model.state_dict()[name]
             if name.startswith("encoder") and name.endswith("weight"):
-                wanted = torch.stack([engine.part.take(row) for row in wanted])
+                wanted = torch.stack([engine.slices.take(row) for row in wanted])
             elif name.startswith("decoder"):
-                wanted = engine.part.take(wanted)
+                wanted = engine.slices.take(wanted)
             torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
@@ -563,8 +564,8 @@ def test_step__parts_of_n_together_are_the_whole(parts, sizes, mode, changes):
 def test_step__a_part_of_nothing_adds_zeros(sizes, latent_dim, decoder):
     """A rank that owns no entry still takes part in every sum: alone, its loss and norms are zero."""
     generator = torch.Generator().manual_seed(2)
-    part = Part(10, ((4, 4),))
-    model = GradiendModel(10, latent_dim, part=part, activation_decoder=decoder, generator=generator)
+    part = Slices(10, ((4, 4),))
+    model = GradiendModel(10, latent_dim, slices=part, activation_decoder=decoder, generator=generator)
     batches = [GradiendBatch(torch.zeros(k, 0), torch.zeros(k, 0), torch.ones(k, 1)) for k in sizes]
     engine = PlacedEngine(model, options(max_grad_norm=0.1))
     assert list(engine.chunks(torch.device("cpu"))) == []

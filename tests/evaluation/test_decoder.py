@@ -456,17 +456,22 @@ def test_content_hash__does_not_depend_on_how_the_model_is_cut(world_size, laten
     """And does on every entry and its place."""
     from gradiend_dist.distributed.comm import Comm
     from gradiend_dist.model.gradiend import GradiendModel
-    from gradiend_dist.space import Part
+    from gradiend_dist.space import Slices
     from gradiend_dist.storage import fingerprint as cache
 
-    def model(part=None):
+    def model(slices=None):
         return GradiendModel(
-            10, latent_dim, part=part, device="cpu", generator=torch.Generator().manual_seed(4), activation_decoder="id"
+            10,
+            latent_dim,
+            slices=slices,
+            device="cpu",
+            generator=torch.Generator().manual_seed(4),
+            activation_decoder="id",
         )
 
     expected = cache.content_hash(model(), Comm())
     ranks = Ranks()
-    found = [cache.content_hash(model(Part.even(10, r, world_size)), ranks) for r in range(world_size)]
+    found = [cache.content_hash(model(Slices.even(10, r, world_size)), ranks) for r in range(world_size)]
     assert found[-1] == expected, "the last one has the sum of all"
     seen = {expected}
     for name, tensor in model().state_dict().items():
