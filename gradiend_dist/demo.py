@@ -163,7 +163,7 @@ HIDE_TARGET = 0.8  # share of the rows in whose pre-training the target word is 
 HIDE_ANY = 0.15  # share of the tokens masked in the other rows
 IGNORED = -100  # the label that no loss counts
 
-# The run that run.yaml describes: the closed form, then refined. Its decoder has the size of the gradients, so rewriting
+# The run that run.yaml describes: the closed form, then refined. Its decoder has the size of the gradients: rewriting
 # needs smaller rates than the default grid has; one seed is enough, since nothing of the start is random.
 RUN: dict[str, Any] = {
     "target_classes": ["M", "F"],
