@@ -32,6 +32,8 @@ help:  ## this list
 install: $(INSTALLED)  ## set up .venv and nothing else
 
 .PHONY: demo
+# A model this small gains nothing from more threads, and on a busy machine they wait for each other for minutes.
+demo: export OMP_NUM_THREADS = 1
 demo: $(INSTALLED)  ## write the embedded example to runs/demo, train on it and rewrite its base model
 	$(BIN)/python -m gradiend_dist.demo runs/demo
 	@# --quiet: a failed run ends with its own message, not with a second traceback of the launcher.

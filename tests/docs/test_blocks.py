@@ -185,7 +185,8 @@ def touch(words: list[str]) -> int:
 
 
 def nothing(words: list[str]) -> int:
-    assert words == [".", ".venv/bin/activate"]
+    """The environment is active, and torch has one thread here in any case."""
+    assert words in ([".", ".venv/bin/activate"], ["export", "OMP_NUM_THREADS=1"]), words
     return 0
 
 
@@ -207,6 +208,7 @@ STAND_INS: dict[str, Callable[[list[str]], int]] = {
     "tail": tail,
     "touch": touch,
     ".": nothing,
+    "export": nothing,
 }
 
 
