@@ -164,7 +164,7 @@ HIDE_ANY = 0.15  # share of the tokens masked in the other rows
 IGNORED = -100  # the label that no loss counts
 
 # The run that run.yaml describes: the closed form, then refined. Its decoder has the size of the gradients: rewriting
-# needs smaller rates than the default grid has; one seed is enough, since nothing of the start is random.
+# needs smaller rates than the default grid has; one seed is enough, since no weight of the start is random.
 RUN: dict[str, Any] = {
     "target_classes": ["M", "F"],
     "add_identity_for_other_classes": True,
