@@ -32,10 +32,13 @@ help:  ## this list
 install: $(INSTALLED)  ## set up .venv and nothing else
 
 .PHONY: demo
-demo: $(INSTALLED)  ## write the embedded example to runs/demo and train on it
+# A model this small gains nothing from more threads, and on a busy machine they wait for each other for minutes.
+demo: export OMP_NUM_THREADS = 1
+demo: $(INSTALLED)  ## write the embedded example to runs/demo, train on it and rewrite its base model
 	$(BIN)/python -m gradiend_dist.demo runs/demo
 	@# --quiet: a failed run ends with its own message, not with a second traceback of the launcher.
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/single.yaml -m gradiend_dist.train --config runs/demo/run.yaml
+	$(BIN)/gradiend-dist evaluate runs/demo/results_masked --scaling curvature
 
 .PHONY: test
 test: lint pytest  ## linter, types and the default test suite
