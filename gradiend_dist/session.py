@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
-# Weights and two moments of encoder, decoder and decoder bias in float32.
-BYTES_PER_ENTRY_AND_SEED = 36
-
 
 @dataclass
 class Session:

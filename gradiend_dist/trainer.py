@@ -16,7 +16,6 @@ from gradiend_dist.config.arguments import PostPruneConfig, PrePruneConfig, Trai
 from gradiend_dist.config.checks import require, require_choice
 from gradiend_dist.config.mapping import from_mapping
 from gradiend_dist.data.config import TextPredictionConfig
-from gradiend_dist.data.schedule import cap_per_group, make_schedule
 from gradiend_dist.data.table import FeatureData, load_feature_data
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import placement_of
@@ -52,9 +51,10 @@ from gradiend_dist.storage.model_dir import (
     read_context,
 )
 from gradiend_dist.training import seeds
-from gradiend_dist.training.inputs import TrainingInputs
+from gradiend_dist.training.inputs import TrainingInputs, TrainingRows
+from gradiend_dist.training.places import Places
 from gradiend_dist.training.pruning import post_prune
-from gradiend_dist.training.seed_training import Places, SeedTraining
+from gradiend_dist.training.seed_training import SeedTraining
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class TextPredictionTrainer:
         self._data: FeatureData | None = None
         self._session: Session | None = None
         self._inputs: TrainingInputs | None = None
+        self._training_rows: TrainingRows | None = None
         self._trained: ModelWithGradiend | None = None
         self._temporary: Path | None = None
         self._has_trained = False
@@ -206,10 +207,17 @@ class TextPredictionTrainer:
         return self._session
 
     @property
+    def training_rows(self) -> TrainingRows:
+        """The rows of training and their order, made once. No communication."""
+        if self._training_rows is None:
+            self._training_rows = TrainingRows.of(self.args, self.data)
+        return self._training_rows
+
+    @property
     def inputs(self) -> TrainingInputs:
         """What training takes from the session."""
         if self._inputs is None:
-            self._inputs = TrainingInputs(self.session)
+            self._inputs = TrainingInputs(self.session, self.training_rows)
         return self._inputs
 
     # --- training
@@ -259,6 +267,7 @@ class TextPredictionTrainer:
     def check(self) -> None:
         """Raise for all that is wrong and can be known before a weight is loaded; nothing is written."""
         check_before_training(self.args, self.data)
+        _ = self.training_rows  # too few rows for an item are reported here
         if self.experiment_dir is None and None in (self.args.output_dir, self.args.seed_runs_dir):
             return  # a new temporary directory will hold nothing yet
         seed_paths = [self.places.seed(self.args.first_seed + i, self.args) for i in range(self.args.max_seeds)]
@@ -279,7 +288,7 @@ class TextPredictionTrainer:
             if one in overrides:
                 overrides.setdefault(other, overrides[one])
         self.args = dataclasses.replace(self.args, **overrides)
-        self._data = self._session = self._inputs = None
+        self._data = self._session = self._inputs = self._training_rows = None
 
     # --- results
 
@@ -654,5 +663,3 @@ def check_before_training(args: TrainingArguments, data: FeatureData) -> None:
     placement_of(args)
     if args.optim == "adamw_8bit":
         import_bitsandbytes()
-    rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
-    make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=args.behaviour.reference_data)
