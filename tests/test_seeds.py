@@ -127,9 +127,9 @@ def test_selection_evaluation__is_skipped_where_it_cannot_matter() -> None:
 def test_enough__counts_converged_seeds() -> None:
     args = TrainingArguments(min_convergent_seeds=2)
     results = [result(seed, 0.9, args) for seed in (0, 1)]
-    assert seeds.enough(results[:1], args) is None
-    assert "2 >= 2" in str(seeds.enough(results, args))
-    assert seeds.enough(results, TrainingArguments(min_convergent_seeds=None)) is None
+    assert seeds.reason_to_stop(results[:1], args) is None
+    assert "2 >= 2" in str(seeds.reason_to_stop(results, args))
+    assert seeds.reason_to_stop(results, TrainingArguments(min_convergent_seeds=None)) is None
 
 
 @pytest.mark.parametrize(("policy", "left"), [("all_tried", [0, 1]), ("all_convergent", [0]), ("best_only", [])])

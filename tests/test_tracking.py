@@ -3,6 +3,7 @@ answers, refuses, stalls, limits or fails."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from fake_wandb import API_KEY, FakeWandb, read_offline
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from gradiend_dist import TrainingArguments, UserError
 from gradiend_dist.distributed import comm
@@ -434,3 +437,13 @@ def test_read_rows__of_nothing_is_nothing(tmp_path: Path) -> None:
     assert read_rows(tmp_path / METRICS) == []
     (tmp_path / METRICS).write_text(json.dumps([1]) + "\n\n{}\n")
     assert read_rows(tmp_path / METRICS) == [{}]
+
+
+def test_wandb__has_the_private_names_that_we_use() -> None:
+    """Fails if a new version of the client, beyond the bound in pyproject.toml, has moved an exception."""
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+
+    assert issubclass(WandbApiFailedError, Exception)
+    assert all(issubclass(error, Exception) for error in wandb_page.errors())
+    (bound,) = (line for line in importlib.metadata.requires("gradiend_dist") or () if line.startswith("wandb<"))
+    assert Version(importlib.metadata.version("wandb")) in Requirement(bound).specifier
