@@ -44,14 +44,14 @@ from gradiend_dist.storage.model_dir import (
     is_model_directory,
 )
 from gradiend_dist.training import seeds
-from gradiend_dist.training.experiment import Experiment, joined_arguments
+from gradiend_dist.training.experiment import ModelOfExperiment, joined_arguments
 from gradiend_dist.training.pruning import post_prune
 from gradiend_dist.training.seed_training import SeedTraining
 
 logger = logging.getLogger(__name__)
 
 
-class Evaluations(Experiment):
+class Evaluations(ModelOfExperiment):
     """What can be asked of a trained model: evaluations, plots, records."""
 
     def evaluate_encoder(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradiend_dist import TrainingArguments, UserError
-from gradiend_dist.training import seeds
+from gradiend_dist.training import promotion, seeds
 from gradiend_dist.training.seeds import SeedResult
 
 
@@ -143,7 +143,7 @@ def test_retention__keeps_records_of_all_and_models_of_some(tmp_path: Path, poli
         for name in ("model.safetensors", "config.json", "mapping_indices.safetensors", "training.json"):
             (made.output / name).touch()
         results.append(made)
-    seeds.strip_models(results, args)
+    promotion.strip_models(results, args)
     assert [seed for seed in (0, 1) if (tmp_path / str(seed) / "model.safetensors").exists()] == left
     assert all((tmp_path / str(seed) / "training.json").exists() for seed in (0, 1))
 

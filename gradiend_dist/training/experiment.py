@@ -152,6 +152,10 @@ class Experiment(ExperimentPaths):
             self._inputs = TrainingInputs(self.session, self.training_rows)
         return self._inputs
 
+
+class ModelOfExperiment(Experiment):
+    """The trained model of an experiment, wherever it is."""
+
     def get_model(self) -> ModelWithGradiend:
         """The trained model (loaded once), or a fresh one where nothing was trained yet. All ranks call this."""
         if self._trained is None:
