@@ -25,8 +25,8 @@ from gradiend_dist.gradients.items import Item
 from gradiend_dist.gradients.sketch import Sketch
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Slices
+from gradiend_dist.training.checkpoints import is_better
 from gradiend_dist.training.history import Best
-from gradiend_dist.training.loop import TrainingLoop
 from gradiend_dist.training.spectral import SpectralStart, draw_items, solve, warnings
 
 N = 301
@@ -476,11 +476,10 @@ def test_refinement__cannot_creep_down() -> None:
     """Many correlations, each almost that of the last best, must not add up to a bad one."""
     args = TrainingArguments(initialization="spectral", learning_rate="auto", max_steps=100)
     run = SimpleNamespace(best=Best(), stats={"scores": {}, "held_out_loss": {}})
-    loop: Any = SimpleNamespace(args=args)
     for step in range(20):
         score = 0.99 - 0.009 * step
         run.stats["scores"][step], run.stats["held_out_loss"][step] = score, 1.0 - 0.01 * step
-        if TrainingLoop._is_better(loop, run, step, score):  # type: ignore[arg-type]
+        if is_better(args, run, step, score):  # type: ignore[arg-type]
             run.best = Best(score, step=step)
     assert run.best.step == 1, "the second one is almost the first and has the smaller loss"
 

@@ -17,7 +17,11 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
 from gradiend_dist.space import Slices
-from gradiend_dist.training.state import CutTensor, StateKeeper, _generators, _set_generators, link_tree, plain_fields
+from gradiend_dist.storage.files import link_tree
+from gradiend_dist.training.checkpoint_io import CutTensor
+from gradiend_dist.training.generators import generator_states, set_generators
+from gradiend_dist.training.plain_values import plain_fields
+from gradiend_dist.training.state import StateKeeper
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +149,7 @@ def test_resume__finished_seeds_are_not_trained_again(masked_lm, feature_frames,
         train(masked_lm, feature_frames, tmp_path / "b", [CrashInSecond(None)])
     before = (tmp_path / "b/seeds/seed_3/model.safetensors").stat().st_mtime_ns
     seen = []
-    monkeypatch.setattr("gradiend_dist.training.seed_training.SeedTraining._complete", _recording(seen))
+    monkeypatch.setattr("gradiend_dist.training.seed_group.GroupTraining._complete", _recording(seen))
     train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)], keep_seed_runs=False)
     assert seen == [4]
     assert result(tmp_path / "a") == result(tmp_path / "b")
@@ -153,9 +157,9 @@ def test_resume__finished_seeds_are_not_trained_again(masked_lm, feature_frames,
 
 
 def _recording(seen: list[int]) -> Any:
-    from gradiend_dist.training.seed_training import SeedTraining
+    from gradiend_dist.training.seed_group import GroupTraining
 
-    plain = SeedTraining._complete
+    plain = GroupTraining._complete
 
     def complete(self: Any, run: Any, loop: Any) -> Any:
         seen.append(run.seed)
@@ -265,9 +269,9 @@ def test_cut_tensor__tells_its_ranges_of_the_whole():
 
 
 def test_generators__come_back():
-    before = _generators()
+    before = generator_states()
     expected = (random.random(), np.random.rand(), torch.rand(3))
-    _set_generators(before)
+    set_generators(before)
     assert (random.random(), np.random.rand()) == expected[:2] and torch.equal(torch.rand(3), expected[2])
 
 

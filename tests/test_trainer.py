@@ -19,6 +19,7 @@ from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer
 from gradiend_dist.demo import feature_data
 from gradiend_dist.evaluation.encoder_report import EncoderReport
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.training.history import SeedRun
 from gradiend_dist.training.loop import TrainingLoop
 
 PRUNE = PrePruneConfig(n_samples=8, topk=0.05, source="diff")
@@ -294,17 +295,16 @@ def test_callbacks__hugging_faces_early_stopping_works(masked_lm: Path, feature_
 def test_not_finite__stops_before_the_optimizer_and_names_the_item(
     masked_lm: Path, feature_frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gather, models = TrainingLoop._gather, []
+    take_step, models = SeedRun.step, []
 
-    def poisoned(self: TrainingLoop, numbers: list[list[int]]) -> Any:
-        batches, names = gather(self, numbers)
-        models.append({n: t.clone() for n, t in self.runs[0].model.gradiend.state_dict().items()})
+    def poisoned(self: SeedRun, step: int, batches: Any, *rest: Any) -> None:
+        models.append({n: t.clone() for n, t in self.model.gradiend.state_dict().items()})
         if len(models) == 3:
-            batches[0].target[0, 5] = float("nan")  # type: ignore[index]
-            models.append(self.runs[0].model)
-        return batches, names
+            batches[0].target[0, 5] = float("nan")
+            models.append(self.model)
+        take_step(self, step, batches, *rest)
 
-    monkeypatch.setattr(TrainingLoop, "_gather", poisoned)
+    monkeypatch.setattr(SeedRun, "step", poisoned)
     trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1, do_eval=False)
     with pytest.raises(UserError, match=r"not finite at step 3 of seed 0 .* item \d+ \((M→F|F→M), rows"):
         trainer.train()

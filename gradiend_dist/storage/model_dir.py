@@ -28,7 +28,15 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import INT32_MAX, ParameterSpace, Slices
-from gradiend_dist.storage.files import explained, make_partial, read_json, replace_directory, write_json
+from gradiend_dist.storage.files import (
+    explained,
+    link_tree,
+    make_partial,
+    new_directory,
+    read_json,
+    replace_directory,
+    write_json,
+)
 from gradiend_dist.storage.layout import CONTEXT, INDICES, MASKS, MODEL_CONFIG, TOKENIZER, TRAINING, WEIGHTS
 from gradiend_dist.storage.weight_file import read_weights, write_weights
 
@@ -122,6 +130,20 @@ def _complete(
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial / TOKENIZER)
         replace_directory(partial, path)
+
+
+def link_model(source: Path, path: Path, *, training: dict[str, Any], tokenizer: Any = None) -> None:
+    """A model directory with the weights of another, which stays, and a record of its own. Rank 0 alone.
+
+    The files are shared where the file system can: no weight is read or written.
+    """
+    check_replaceable(path)
+    with new_directory(path) as directory:
+        directory.rmdir()
+        link_tree(source, directory)
+        write_json(directory / TRAINING, training)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, directory / TOKENIZER)
 
 
 def _save_tokenizer(tokenizer: Any, path: Path) -> None:

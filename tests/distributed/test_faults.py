@@ -178,22 +178,24 @@ def fault(at: str, call: int, rank: int = 1, when: str = "before", do: str = "ki
 
 
 POINTS = {
-    "pre-pruning": fault("gradiend_dist.gradients:BaseGradients.compute", 2),
-    "after pre-pruning": fault("gradiend_dist.state:StateKeeper.keep_space", 1, rank=0, when="after"),
+    "pre-pruning": fault("gradiend_dist.gradients.base:BaseGradients.compute", 2),
+    "after pre-pruning": fault(
+        "gradiend_dist.training.unfinished_run:UnfinishedRun.keep_space", 1, rank=0, when="after"
+    ),
     "evaluation at step 0": fault("gradiend_dist.evaluation.encoder:encode_items", 1),
-    "middle of an epoch": fault("gradiend_dist.loop:TrainingLoop._step", 7),
-    "before any state": fault("gradiend_dist.loop:TrainingLoop._step", 3, rank=0),
-    "while a state is staged": fault("gradiend_dist.state:StateKeeper._save_engines", 2),
-    "before a state is complete": fault("gradiend_dist.state:StateKeeper._complete", 2, rank=0),
-    "after a state is complete": fault("gradiend_dist.state:StateKeeper._complete", 1, rank=0, when="after"),
-    "while the best is written": fault("gradiend_dist.weight_file:_write", 2),
-    "before the best is in place": fault("gradiend_dist.checkpoint:replace_directory", 2, rank=0),
-    "between two renames": fault("gradiend_dist.files:Path.rename", 3, rank=0, when="after"),
-    "second seed": fault("gradiend_dist.loop:TrainingLoop._step", 24),
-    "seed trained, not marked": fault("gradiend_dist.state:StateKeeper.seed_is_done", 1, rank=0),
-    "promoted, not reported": fault("gradiend_dist.seeds:promote", 1, rank=0, when="after"),
-    "promoted, not cleared": fault("gradiend_dist.seeds:strip_models", 1, rank=0, when="after"),
-    "before the state is removed": fault("gradiend_dist.state:StateKeeper.close", 1, rank=0),
+    "middle of an epoch": fault("gradiend_dist.training.loop:TrainingLoop._step", 7),
+    "before any state": fault("gradiend_dist.training.loop:TrainingLoop._step", 3, rank=0),
+    "while a state is staged": fault("gradiend_dist.training.state:start_saving", 2),
+    "before a state is complete": fault("gradiend_dist.training.state:StateKeeper._complete", 2, rank=0),
+    "after a state is complete": fault("gradiend_dist.training.state:StateKeeper._complete", 1, rank=0, when="after"),
+    "while the best is written": fault("gradiend_dist.storage.weight_file:_write", 2),
+    "before the best is in place": fault("gradiend_dist.storage.model_dir:replace_directory", 2, rank=0),
+    "between two renames": fault("gradiend_dist.storage.files:Path.rename", 3, rank=0, when="after"),
+    "second seed": fault("gradiend_dist.training.loop:TrainingLoop._step", 24),
+    "seed trained, not marked": fault("gradiend_dist.training.state:StateKeeper.finish_seeds", 1, rank=0),
+    "promoted, not reported": fault("gradiend_dist.training.promotion:promote", 1, rank=0, when="after"),
+    "promoted, not cleared": fault("gradiend_dist.training.promotion:strip_models", 1, rank=0, when="after"),
+    "before the state is removed": fault("gradiend_dist.training.state:StateKeeper.close", 1, rank=0),
 }
 BY_DEFAULT = ("middle of an epoch",)
 
@@ -220,7 +222,7 @@ def one_line(text: str) -> str:
 
 
 def test_killed_rank__is_named(run_file, tmp_path):
-    launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.loop:TrainingLoop._step", 5))
+    launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.training.loop:TrainingLoop._step", 5))
     assert launched.wait() != 0
     assert "rank 1 is gone or does not answer" in one_line(launched.text)
 
@@ -228,7 +230,9 @@ def test_killed_rank__is_named(run_file, tmp_path):
 @pytest.mark.slow
 def test_silent_rank__is_given_up_after_the_timeout(run_file, tmp_path):
     start = time.monotonic()
-    launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.loop:TrainingLoop._step", 5, do="stop"))
+    launched = Launched(
+        run_file, tmp_path / "run", fault("gradiend_dist.training.loop:TrainingLoop._step", 5, do="stop")
+    )
     assert launched.wait() != 0
     assert "rank 1 is gone or does not answer" in one_line(launched.text)
     assert time.monotonic() - start < ANSWER_WITHIN + 100
@@ -246,14 +250,20 @@ def test_not_a_number__ends_the_run_with_the_step_and_the_rows(rank, run_file, t
 
 @pytest.mark.slow
 def test_unexpected_exception__is_shown_once_and_ends_all_ranks(run_file, tmp_path):
-    launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.loop:TrainingLoop._step", 6, do="raise"))
+    launched = Launched(
+        run_file, tmp_path / "run", fault("gradiend_dist.training.loop:TrainingLoop._step", 6, do="raise")
+    )
     assert launched.wait() != 0
     assert launched.text.count("RuntimeError: something that nobody expects") == 1
     assert "gradiend-dist train:" not in launched.text
 
 
 @pytest.mark.parametrize(
-    "at", ["gradiend_dist.weight_file:_write", pytest.param("gradiend_dist.state:_files", marks=pytest.mark.slow)]
+    "at",
+    [
+        "gradiend_dist.storage.weight_file:_write",
+        pytest.param("gradiend_dist.training.state:_files", marks=pytest.mark.slow),
+    ],
 )
 def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expected, tmp_path):
     rank = 1 if "weight_file" in at else 0
@@ -310,7 +320,7 @@ def test_signal_to_single_node_sh__is_handed_on_to_every_rank(number, run_file, 
 def interrupted(run_file: Path, tmp_path: Path) -> Iterator[Callable[[], Launched]]:
     """A run that was killed at its twelfth step, and how to go on with it."""
     output = tmp_path / "run"
-    killed = Launched(run_file, output, fault("gradiend_dist.loop:TrainingLoop._step", 13), pause=PAUSE)
+    killed = Launched(run_file, output, fault("gradiend_dist.training.loop:TrainingLoop._step", 13), pause=PAUSE)
     assert killed.wait() != 0
     assert len(list((output / "state").glob("step_*"))) == 2
     yield lambda: Launched(run_file, output, None)
@@ -356,7 +366,7 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def test_other_world_size__goes_on_to_the_same_result(before, after, run_file, expected, tmp_path):
     """The tolerance is that of float32 sums in another order, which Adam's first steps carry into single weights."""
     output = tmp_path / "run"
-    point = fault("gradiend_dist.loop:TrainingLoop._step", 12, rank=0)
+    point = fault("gradiend_dist.training.loop:TrainingLoop._step", 12, rank=0)
     killed = Launched(run_file, output, point, ranks=before, pause=PAUSE)
     assert killed.wait() != 0
     launched = Launched(run_file, output, None, ranks=after)
@@ -373,7 +383,7 @@ def test_kill__holds_for_every_engine(config, run_file, tmp_path):
     """Each against its own uninterrupted run: bit for bit."""
     undisturbed = Launched(run_file, tmp_path / "undisturbed", None, config=config)
     assert undisturbed.wait() == 0, undisturbed.text
-    point = fault("gradiend_dist.loop:TrainingLoop._step", 26)
+    point = fault("gradiend_dist.training.loop:TrainingLoop._step", 26)
     killed = Launched(run_file, tmp_path / "run", point, config=config, pause=PAUSE)
     assert killed.wait() != 0
     assert "rank 1 is gone or does not answer" in one_line(killed.text)
@@ -385,7 +395,7 @@ def test_kill__holds_for_every_engine(config, run_file, tmp_path):
 
 @pytest.mark.slow
 def test_zero__another_number_of_ranks_is_refused_with_the_remedy(run_file, tmp_path):
-    point = fault("gradiend_dist.loop:TrainingLoop._step", 12)
+    point = fault("gradiend_dist.training.loop:TrainingLoop._step", 12)
     assert Launched(run_file, tmp_path / "run", point, config="zero1", pause=PAUSE).wait() != 0
     launched = Launched(run_file, tmp_path / "run", None, ranks=3, config="zero1")
     assert launched.wait() != 0
