@@ -264,7 +264,7 @@ class Reduced(Destination):
 
     def _land(self) -> None:
         cargo, received, handle = self._flying.popleft()
-        with self.comm.telling("gradients"):
+        with self.comm.exchanging("gradients"):
             handle.wait()
         rows = received.view(1, -1) if self.num_items == 1 else received[: self.num_items]
         for item, entries in enumerate(rows):

@@ -30,6 +30,7 @@ from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import INT32_MAX, ParameterSpace, Slices
 from gradiend_dist.storage.files import explained, make_partial, read_json, replace_directory, write_json
 from gradiend_dist.storage.layout import CONTEXT, INDICES, MASKS, MODEL_CONFIG, TOKENIZER, TRAINING, WEIGHTS
+from gradiend_dist.storage.visibility import everyone_sees
 from gradiend_dist.storage.weight_file import read_weights, write_weights
 
 
@@ -198,10 +199,10 @@ def load_gradiend(
     With `comm`, all ranks call this together; with `slices`, each reads only what that gives of the space.
     """
     comm, path = comm or Comm(), Path(path)
-    everyone_sees = comm.everyone_sees(path / MODEL_CONFIG)
-    read_here = everyone_sees or comm.is_first
+    all_see_it = everyone_sees(path / MODEL_CONFIG, comm)
+    read_here = all_see_it or comm.is_first
     architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
-    if not everyone_sees:
+    if not all_see_it:
         architecture, space = comm.decide((architecture, space))
     model = _empty_gradiend(architecture, space, slices=None if slices is None else slices(space), **devices)
     if not model.slices.is_whole:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.model.gradiend import GradiendModel
+from gradiend_dist.storage.visibility import everyone_sees, is_shared
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -64,7 +65,7 @@ def pieces(model: GradiendModel) -> Iterator[Piece]:
 def write_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
     """Write the file at `path`, whose directory exists for rank 0; complete on return."""
     offsets = comm.first(f"laying out {path.name}", lambda: _lay_out(model, path))
-    if comm.shares(path.parent):
+    if is_shared(path.parent, comm):
         _write(path, pieces(model), offsets)
         comm.meet(f"writing {path.name}")
         return
@@ -134,7 +135,7 @@ def read_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
     Ranks that do not see the file get their ranges from rank 0.
     """
     mine = list(pieces(model))
-    if comm.everyone_sees(path):
+    if everyone_sees(path, comm):
         with safe_open(str(path), framework="pt") as file:
             assert sorted(file.keys()) == sorted(shapes(model)), f"{path} holds another model"
             for piece in mine:

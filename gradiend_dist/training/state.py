@@ -53,6 +53,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.storage.files import explained, jsonable, new_directory, read_json, write_json
 from gradiend_dist.storage.layout import SAVE_TRIGGER, STATE_COMPLETE, STATE_PROGRESS, STATE_RUN, STATE_SPACE
+from gradiend_dist.storage.visibility import everyone_sees, is_shared
 
 if TYPE_CHECKING:
     from gradiend_dist.training.loop import TrainingLoop
@@ -368,7 +369,7 @@ class StateKeeper:
             self._write_run()
         partial = self.directory / f".step_{step:08d}.partial"
         self.comm.first("preparing a state", lambda: _make(partial))
-        if not self.comm.shares(partial):
+        if not is_shared(partial, self.comm):
             self._warn_unshared()
             return
         with explained(partial):
@@ -480,7 +481,7 @@ class StateKeeper:
 
     def _try_to_load(self, loop: TrainingLoop, path: Path) -> int | None:
         progress = None
-        if self.comm.everyone_sees(path / STATE_PROGRESS):
+        if everyone_sees(path / STATE_PROGRESS, self.comm):
             progress = _read_plain(path / STATE_PROGRESS)
         if progress is None or progress["seeds"] != [run.seed for run in loop.runs]:
             return None

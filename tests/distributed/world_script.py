@@ -188,7 +188,7 @@ def main() -> None:
     if launch.comm.is_first:
         (results / "found.json").write_text(json.dumps(found, default=float))
     launch.comm.meet("writing results")
-    launch.comm.farewell()  # os._exit runs no exit handlers, and rank 0 must leave last
+    launch.comm.leave()  # os._exit runs no exit handlers, and rank 0 must leave last
     os._exit(0)  # DeepSpeed and FSDP take their time to go
 
 
