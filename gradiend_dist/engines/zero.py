@@ -80,7 +80,7 @@ class ZeroEngine(Engine):
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=loss.device)
         assert self.engine.was_step_applied() == bool(norm.isfinite()), f"a step with a gradient norm of {norm}"
-        squares = [self._own_square(part.weight) for part in (self.model.encoder_linear, self.model.decoder_linear)]
+        squares = [self._own_square(half.weight) for half in (self.model.encoder_linear, self.model.decoder_linear)]
         mean_loss, *squares = self.comm.total(torch.stack([loss.detach().double() / self.comm.world_size, *squares]))
         return torch.stack([mean_loss.float(), norm, *(total.sqrt().float() for total in squares)])
 

@@ -85,7 +85,7 @@ def save_model(
 ) -> None:
     """Write a model directory; what stood there before stays until the new one is complete.
 
-    With `comm`, all ranks call this together, each with its part of the weights.
+    With `comm`, all ranks call this together, each with its slices of the weights.
     """
     comm, path = comm or Comm(), Path(path)
     partial = comm.first(f"preparing {path}", lambda: _prepare(path))
@@ -257,7 +257,10 @@ def _read_architecture(path: Path) -> tuple[dict[str, Any], ParameterSpace]:
 
 
 def restore_weights(gradiend: GradiendModel, path: Path, comm: Comm | None = None) -> None:
-    """Read the weights of a model directory of ours into a model of the same space, or into a part of it."""
+    """Read the weights of a model directory of ours into a model of the same space, or into slices of it.
+
+    With `comm`, all ranks call this together.
+    """
     try:
         read_weights(gradiend, path / WEIGHTS, comm or Comm())
     except (SafetensorError, OSError) as error:
