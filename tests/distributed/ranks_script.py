@@ -134,10 +134,10 @@ def _refusals(comm: Comm) -> Iterator[dict[str, Any]]:
 
 
 def new_model(
-    space: ParameterSpace, *, part: Slices | None = None, seed: int = 2, **options: Any
+    space: ParameterSpace, *, slices: Slices | None = None, seed: int = 2, **options: Any
 ) -> ParamMappedGradiendModel:
-    """The same weights, whatever the part."""
-    return ParamMappedGradiendModel(space, slices=part, generator=torch.Generator().manual_seed(seed), **options)
+    """The same weights, whatever the slices."""
+    return ParamMappedGradiendModel(space, slices=slices, generator=torch.Generator().manual_seed(seed), **options)
 
 
 def flat_space(n: int) -> ParameterSpace:
