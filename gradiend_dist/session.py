@@ -61,7 +61,7 @@ class Session:
                 model, torch_dtype=args.torch_dtype, trust_remote_code=args.trust_remote_code
             )
             space = ParameterSpace.of_model(base_model, args.params)
-        spread, base_model = spread.settle(base_model.eval(), space)
+        spread, base_model = spread.place_base_model(base_model.eval(), space)
         objective = choose_objective(
             args.prediction_objective,
             base_model,

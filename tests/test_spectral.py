@@ -18,7 +18,7 @@ from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer
 from gradiend_dist.data.schedule import make_schedule
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
-from gradiend_dist.engines.sliced import PlacedEngine
+from gradiend_dist.engines.sliced import SlicedEngine
 from gradiend_dist.gradients import sketch
 from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.items import Item
@@ -311,7 +311,7 @@ def test_rates__do_not_depend_on_the_scale_of_gradients() -> None:
         space = ParameterSpace([("w", (N,), None)])
         model = ParamMappedGradiendModel(space)
         begun.fill(model)
-        engine = PlacedEngine(model, StepOptions.of(begun.args, begun.measured().rates()))
+        engine = SlicedEngine(model, StepOptions.of(begun.args, begun.measured().rates()))
         before = engine.encode(x).clone()
         for number in (0, 1, 2, 3, 4, 5) * 3:
             engine.step([GradiendBatch(x[[number]], y[[number]], labels[[number]].unsqueeze(1))], 0.03)

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from gradiend_dist import TrainingArguments, UserError
-from gradiend_dist.distributed import comm
+from gradiend_dist.distributed import peers
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Preempted
 from gradiend_dist.errors import NotFinite
@@ -353,7 +353,7 @@ def test_close__does_not_leave_the_program_where_the_helper_was_killed(monkeypat
 def test_end__that_comes_early_is_told_before_a_launcher_loses_patience(outcome: str) -> None:
     """A launcher kills rank 0 after 30 s; ranks that lost one wait 3 s for each other's word."""
     limit = tracking.LAST_SECONDS_EARLY[outcome] + tracking.ABANDON_SECONDS
-    assert limit < (comm.LAST_WORDS_SECONDS if outcome == "lost" else 15.0)
+    assert limit < (peers.LAST_WORDS_SECONDS if outcome == "lost" else 15.0)
 
 
 def test_model__is_an_artifact_on_request_and_plots_are_pictures(

@@ -60,7 +60,7 @@ class CutTensor(torch.Tensor):
                     sizes=torch.Size([there.stop - there.start, *shape]),
                 ),
             )
-            for own, there in self.slices.mapped()
+            for own, there in self.slices.range_pairs()
             if there.start < there.stop
         ]
 

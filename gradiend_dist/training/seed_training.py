@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.checks import require
-from gradiend_dist.distributed.comm import PeerLost
 from gradiend_dist.distributed.interrupt import Interrupt
+from gradiend_dist.distributed.peers import PeerLost
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
 from gradiend_dist.storage.files import read_json
 from gradiend_dist.storage.fingerprint import reusable
@@ -82,7 +82,7 @@ class SeedTraining:
                 # and ranks that look for a lost one must not take this one for it.
                 self.keeper.interrupt.ignore()
                 if isinstance(error, PeerLost):
-                    self.comm.sign()
+                    self.comm.peers.note_alive()
                 raise
         self.keeper.close()
         return results

@@ -32,6 +32,7 @@ from gradiend_dist.engines.base import Engine
 from gradiend_dist.errors import UserError
 from gradiend_dist.storage.files import explained, link_tree, new_directory, read_json, write_json
 from gradiend_dist.storage.layout import SAVE_TRIGGER, STATE_COMPLETE, STATE_PROGRESS
+from gradiend_dist.storage.visibility import everyone_sees, is_shared
 from gradiend_dist.training.checkpoint_io import load_engines, start_saving, wait_for
 from gradiend_dist.training.generators import generator_states, set_generators
 from gradiend_dist.training.plain_values import read_plain, write_plain
@@ -164,7 +165,7 @@ class StateKeeper:
         self.run.write_if_needed()
         partial = self.directory / f".step_{step:08d}.partial"
         self.comm.first("preparing a state", lambda: _make_empty(partial))
-        if not self.comm.shares(partial):
+        if not is_shared(partial, self.comm):
             logger.warning("%s is not shared by all ranks: no training state is saved", self.directory)
             self.saves_steps = False
             return
@@ -232,7 +233,7 @@ class StateKeeper:
     def _try_to_load(self, loop: Resumable, path: Path) -> int | None:
         """The step of this state, or None where it is not of the loop's seeds or not visible to all ranks."""
         progress = None
-        if self.comm.everyone_sees(path / STATE_PROGRESS):
+        if everyone_sees(path / STATE_PROGRESS, self.comm):
             progress = read_plain(path / STATE_PROGRESS)
         if progress is None or progress["seeds"] != list(loop.engines):
             return None

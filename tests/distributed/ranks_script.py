@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.engines import sliced as placed
+from gradiend_dist.engines import chunks
 from gradiend_dist.engines.base import Engine, GradiendBatch, StepOptions
-from gradiend_dist.engines.sliced import PlacedEngine, SlicedEngine
+from gradiend_dist.engines.sliced import SlicedEngine, encode_slices
 from gradiend_dist.errors import UserError
 from gradiend_dist.model import gradiend as model_module
 from gradiend_dist.model.entries import select_entries_to_keep
@@ -134,10 +134,10 @@ def _refusals(comm: Comm) -> Iterator[dict[str, Any]]:
 
 
 def new_model(
-    space: ParameterSpace, *, part: Slices | None = None, seed: int = 2, **options: Any
+    space: ParameterSpace, *, slices: Slices | None = None, seed: int = 2, **options: Any
 ) -> ParamMappedGradiendModel:
-    """The same weights, whatever the part."""
-    return ParamMappedGradiendModel(space, slices=part, generator=torch.Generator().manual_seed(seed), **options)
+    """The same weights, whatever the slices."""
+    return ParamMappedGradiendModel(space, slices=slices, generator=torch.Generator().manual_seed(seed), **options)
 
 
 def flat_space(n: int) -> ParameterSpace:
@@ -211,7 +211,7 @@ def _each_alone(comm: Comm, results: Path) -> dict[str, Any]:
 # --- engines
 
 
-@patch.object(placed, "CHUNK", 100)
+@patch.object(chunks, "CHUNK", 100)
 def engines(comm: Comm, _results: Path) -> dict[str, Any]:
     """`sliced` on all ranks beside `placed` on each, step by step, also with fewer entries than ranks."""
     found = {}
@@ -236,7 +236,7 @@ def _compare(
 ) -> dict[str, float]:
     n, space = part.total, flat_space(part.total)
     sliced = SlicedEngine(new_model(space, slices=part, **shape), options, comm)
-    whole = PlacedEngine(new_model(space, **shape), options)
+    whole = SlicedEngine(new_model(space, **shape), options)
     start = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
     reports, apart = [], 0.0
     for step in range(NUM_STEPS):
@@ -253,7 +253,9 @@ def _compare(
     mine = max(float((ours[k] - weights[k]).abs().max()) / largest[k] if ours[k].numel() else 0.0 for k in ours)
     source = make_batches(n, (4,), 99)[0].source
     assert source is not None
-    encoded = _apart(sliced.encode(part_of_rows(source, part)), whole.encode(source))
+    encoded = _apart(
+        encode_slices(sliced.model, part_of_rows(source, part), comm), whole.model.forward_encoder(source).detach()
+    )
     moved = max(float((tensor - start[name]).abs().max()) for name, tensor in whole.model.state_dict().items())
     return {
         "reports": apart,
@@ -342,7 +344,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-@patch.object(placed, "CHUNK", 2**14)
+@patch.object(chunks, "CHUNK", 2**14)
 @patch.object(model_module, "DRAWN_TOGETHER", 2**14)
 @patch.object(weight_file, "TOGETHER", 2**16)
 def memory(comm: Comm, results: Path) -> dict[str, Any]:
@@ -359,12 +361,12 @@ def memory(comm: Comm, results: Path) -> dict[str, Any]:
 
 def _live(comm: Comm, part: Slices, path: Path) -> None:
     model = new_model(flat_space(part.total), slices=part)
-    engine: Engine = PlacedEngine(model, OPTIONS) if comm.is_alone else SlicedEngine(model, OPTIONS, comm)
+    engine: Engine = SlicedEngine(model, OPTIONS, comm)
     batch = GradiendBatch(torch.full((1, part.size), 0.5), torch.full((1, part.size), 0.25), torch.ones(1, 1))
     for _ in range(2):
         engine.step([batch], 1e-3)
     assert batch.source is not None
-    engine.encode(batch.source)
+    encode_slices(engine.weights(), batch.source, comm)
     write_weights(engine.weights(), path, comm)
 
 

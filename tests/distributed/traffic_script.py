@@ -107,7 +107,7 @@ def main() -> None:
     found["streamed"] = whole_run(model, results / "streamed", gradient_store_gib=0.0, max_seeds=2)
     (results / f"rank_{launch.comm.rank}.json").write_text(json.dumps(found))
     launch.comm.meet("writing results")
-    launch.comm.farewell()  # os._exit runs no exit handlers, and rank 0 must leave last
+    launch.comm.leave()  # os._exit runs no exit handlers, and rank 0 must leave last
     os._exit(0)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments
 from gradiend_dist.distributed.launch import launched
-from gradiend_dist.engines import sliced as placed
+from gradiend_dist.engines import chunks
 from gradiend_dist.gradients import base as gradients
 from gradiend_dist.gradients import sketch
 from gradiend_dist.gradients.buckets import Buckets
@@ -171,7 +171,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     models, results = Path(sys.argv[1]), Path(sys.argv[2])
     gradients.Buckets = functools.partial(Buckets, size=BUCKET)  # type: ignore[misc, assignment]
-    placed.CHUNK = CHUNK
+    chunks.CHUNK = CHUNK
     launch = launched(float(TIMEOUT))
     found: dict[str, Any] = {"launch": {"engine": launch.engine, "ranks": launch.comm.world_size,
                                         "shards_base": launch.shards_base}, "seconds": {}}  # fmt: skip
@@ -188,7 +188,7 @@ def main() -> None:
     if launch.comm.is_first:
         (results / "found.json").write_text(json.dumps(found, default=float))
     launch.comm.meet("writing results")
-    launch.comm.farewell()  # os._exit runs no exit handlers, and rank 0 must leave last
+    launch.comm.leave()  # os._exit runs no exit handlers, and rank 0 must leave last
     os._exit(0)  # DeepSpeed and FSDP take their time to go
 
 

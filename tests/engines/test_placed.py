@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gradiend_dist.engines import sliced as placed
+from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.engines import chunks
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
-from gradiend_dist.engines.sliced import PlacedEngine
+from gradiend_dist.engines.sliced import SlicedEngine
 from gradiend_dist.model.gradiend import GradiendModel
 from gradiend_dist.space import Slices
 
@@ -88,7 +89,7 @@ class Plain:
 def assert_same_training(
     model: GradiendModel, chosen: StepOptions, sizes: Sequence[int], num_steps: int = 12, learning_rate: float = 3e-3
 ) -> None:
-    plain, engine = Plain(model, chosen), PlacedEngine(model, chosen)
+    plain, engine = Plain(model, chosen), SlicedEngine(model, chosen)
     start = copy.deepcopy(model.state_dict())
     for step in range(num_steps):
         batches = make_batches(sizes, seed=step)
@@ -171,7 +172,7 @@ def test_step__needs_only_what_it_reads_to_train_one_half(supervised):
     bare = GradiendBatch(
         full.source if supervised == "encoder" else None, full.target if supervised == "decoder" else None, full.label
     )
-    results = [PlacedEngine(make_model(), options(supervised=supervised)).step([b], 1e-3) for b in (full, bare)]
+    results = [SlicedEngine(make_model(), options(supervised=supervised)).step([b], 1e-3) for b in (full, bare)]
     assert torch.equal(*results)
 
 
@@ -185,7 +186,7 @@ def test_step__accumulation_is_one_big_batch(parts, latent_dim):
         for s, t, b in zip(big.source.split(parts), big.target.split(parts), big.label.split(parts), strict=True)
     ]
     models = make_model(latent_dim), make_model(latent_dim)
-    engines = [PlacedEngine(model, options(max_grad_norm=0.05)) for model in models]
+    engines = [SlicedEngine(model, options(max_grad_norm=0.05)) for model in models]
     for _ in range(10):
         together, in_parts = engines[0].step([big], 1e-2), engines[1].step(cut, 1e-2)
         torch.testing.assert_close(in_parts, together, rtol=1e-5, atol=1e-7)
@@ -199,12 +200,12 @@ def test_step__accumulation_is_one_big_batch(parts, latent_dim):
 def test_step__chunks_of_any_size_are_one_chunk(chunk, sizes, decoder, monkeypatch):
     """103 entries, a prime: no chunk size but 103 divides. Fails if a tail is lost or a chunk is added twice."""
     models = [make_model(2, activation_decoder=decoder) for _ in range(2)]
-    engines = [PlacedEngine(model, options(max_grad_norm=0.05)) for model in models]
+    engines = [SlicedEngine(model, options(max_grad_norm=0.05)) for model in models]
     for step in range(6):
         batches = make_batches(sizes, seed=step)
         whole = engines[0].step(batches, 1e-2)
         with monkeypatch.context() as patch:
-            patch.setattr(placed, "CHUNK", chunk)
+            patch.setattr(chunks, "CHUNK", chunk)
             cut = engines[1].step(batches, 1e-2)
         torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-7)
     for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -217,7 +218,7 @@ def test_step__returns_loss_and_gradient_norm_of_before_and_weight_norms_of_afte
     loss = nn.functional.mse_loss(before(batch.source), batch.target)
     loss.backward()
     norm = torch.cat([p.grad.reshape(-1) for p in before.parameters()]).norm()
-    found = PlacedEngine(model, options(max_grad_norm=1e-3)).step([batch], 0.1)
+    found = SlicedEngine(model, options(max_grad_norm=1e-3)).step([batch], 0.1)
     expected = torch.stack([loss.detach(), norm, model.encoder_weight.norm(), model.decoder_weight.norm()])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert not torch.allclose(found[2], before.encoder_weight.norm(), rtol=1e-3, atol=0)
@@ -231,21 +232,15 @@ def test_step__small_gradients_do_not_vanish():
     tiny_batch = GradiendBatch(batch.source, batch.target * 1e-15, batch.label)
     chosen = options(epsilon=1e-30, weight_decay=0.0)
     before = model.decoder_bias_vector.clone()
-    PlacedEngine(model, chosen).step([tiny_batch], 1e-3)
+    SlicedEngine(model, chosen).step([tiny_batch], 1e-3)
     step = (model.decoder_bias_vector - before).abs()
     torch.testing.assert_close(step, torch.full_like(step, 1e-3), rtol=1e-3, atol=0)
-
-
-def test_encode__is_the_models_own():
-    model, (batch,) = make_model(2), make_batches([3])
-    encoded = PlacedEngine(model, options()).encode(batch.source)
-    assert torch.equal(encoded, model.forward_encoder(batch.source)) and not encoded.requires_grad
 
 
 # --- numbers that are not finite
 
 
-def state(engine: PlacedEngine) -> list[Tensor]:
+def state(engine: SlicedEngine) -> list[Tensor]:
     optimizers = (engine.encoder_optimizer, engine.decoder_optimizer)
     moments = [m for o in optimizers for m in (*o.moments, *o.second_moments, o.num_steps)]
     return [tensor.clone() for tensor in (*engine.model.state_dict().values(), *moments)]
@@ -259,7 +254,7 @@ def state(engine: PlacedEngine) -> list[Tensor]:
 def test_step__a_number_that_is_not_finite_changes_nothing_and_shows(value, where, sizes, first, limit):
     """Also the step count stays: training goes on afterwards as if the item had not been there."""
     supervised = "encoder" if where == "label" else None
-    engine = PlacedEngine(make_model(), options(supervised=supervised, max_grad_norm=limit))
+    engine = SlicedEngine(make_model(), options(supervised=supervised, max_grad_norm=limit))
     if not first:
         engine.step(make_batches(sizes, seed=1), 1e-2)
     before = state(engine)
@@ -274,7 +269,7 @@ def test_step__a_number_that_is_not_finite_changes_nothing_and_shows(value, wher
 
 
 def test_step__after_a_skipped_step_goes_on_as_if_it_had_not_been():
-    skipping, plain = (PlacedEngine(make_model(), options()) for _ in range(2))
+    skipping, plain = (SlicedEngine(make_model(), options()) for _ in range(2))
     for step in range(6):
         batches = make_batches([2], seed=step)
         if step == 3:
@@ -287,7 +282,7 @@ def test_step__after_a_skipped_step_goes_on_as_if_it_had_not_been():
 # --- turning the latent axis
 
 
-def train(engine: PlacedEngine, steps: range, sizes: Sequence[int] = (2,)) -> list[Tensor]:
+def train(engine: SlicedEngine, steps: range, sizes: Sequence[int] = (2,)) -> list[Tensor]:
     return [engine.step(make_batches(sizes, seed=step), 1e-2) for step in steps]
 
 
@@ -299,7 +294,7 @@ def test_flip__is_exact_and_training_goes_on_mirrored(latent_dim, bias, optim, a
     """Fails if the bias turns too, or if a moment is forgotten: losses would differ from the next step on."""
     chosen = options(optim=optim, max_grad_norm=0.05)
     one, other = (
-        PlacedEngine(make_model(latent_dim, bias_decoder=bias, activation_encoder=activation), chosen) for _ in range(2)
+        SlicedEngine(make_model(latent_dim, bias_decoder=bias, activation_encoder=activation), chosen) for _ in range(2)
     )
     train(one, range(5))
     train(other, range(5))
@@ -316,7 +311,7 @@ def test_flip__is_exact_and_training_goes_on_mirrored(latent_dim, bias, optim, a
 
 def test_flip__with_the_bias_is_the_references():
     """Encoder and decoder change sign whole, the bias too, and no moment does."""
-    engine = PlacedEngine(make_model(), options())
+    engine = SlicedEngine(make_model(), options())
     train(engine, range(5))
     before = state(engine)
     engine.flip(with_decoder_bias=True)
@@ -397,8 +392,8 @@ class StandInDevices(TorchFunctionMode):
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed, "CHUNK", 40)
-    monkeypatch.setattr(placed, "CHUNK_ON_GPU", 40)
+    monkeypatch.setattr(chunks, "CHUNK", 40)
+    monkeypatch.setattr(chunks, "CHUNK_ON_GPU", 40)
 
 
 def placed_model(encoder: str, decoder: str, **changes: Any) -> GradiendModel:
@@ -436,10 +431,10 @@ MODES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_step__on_several_devices_mixes_none_waits_for_none_and_is_the_same(devices, mode, sizes, changes):
     """Fails if a `.to` is missing or wrong anywhere, or if the step reads a value back and so stops the GPU."""
     encoder, decoder, base = devices
-    reference = PlacedEngine(make_model(**changes), options(**mode))
+    reference = SlicedEngine(make_model(**changes), options(**mode))
     model = placed_model(encoder, decoder, **changes)
     with StandInDevices():
-        engine = PlacedEngine(model, options(**mode))
+        engine = SlicedEngine(model, options(**mode))
     for step in range(3):
         expected = reference.step(make_batches(sizes, seed=step), 1e-2)
         batches = placed_batches(make_batches(sizes, seed=step), base)
@@ -453,7 +448,6 @@ def test_step__on_several_devices_mixes_none_waits_for_none_and_is_the_same(devi
             reference.flip(with_decoder_bias=False)
     assert all(torch.equal(a, b) for a, b in zip(state(engine), state(reference), strict=True))
     with StandInDevices():
-        assert str(engine.encode(batches[0].source).device) == encoder
         assert {str(m.device) for m in engine.encoder_optimizer.moments} == {encoder}
         assert {str(m.device) for m in engine.decoder_optimizer.moments} == {decoder}
 
@@ -504,13 +498,13 @@ class Meeting:
         return found
 
 
-class PartEngine(PlacedEngine):
-    def __init__(self, model: GradiendModel, chosen: StepOptions, meeting: Meeting, rank: int) -> None:
-        super().__init__(model, chosen)
-        self.meeting, self.rank = meeting, rank
+class ThreadComm(Comm):
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(rank=rank)
+        self.meeting = meeting
 
-    def total(self, partial: Tensor) -> Tensor:
-        return self.meeting.total(self.rank, partial)
+    def total(self, tensor: Tensor) -> Tensor:
+        return self.meeting.total(self.rank, tensor)
 
 
 def take_part(batch: GradiendBatch, part: Slices) -> GradiendBatch:
@@ -530,11 +524,11 @@ PARTS = {
 @pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
 @pytest.mark.parametrize(("mode", "changes"), MODES, ids=str)
 def test_step__parts_of_n_together_are_the_whole(parts, sizes, mode, changes):
-    """Fails if a sum over n does not go through `total`, has another length on a rank of nothing, or is added twice."""
-    whole = PlacedEngine(make_model(**changes), options(**mode))
+    """Fails if a sum over n does not go through `Comm.total`, is longer on a rank of nothing, or is added twice."""
+    whole = SlicedEngine(make_model(**changes), options(**mode))
     meeting = Meeting(len(parts))
     engines = [
-        PartEngine(make_model(slices=part, **changes), options(**mode), meeting, rank)
+        SlicedEngine(make_model(slices=part, **changes), options(**mode), ThreadComm(meeting, rank))
         for rank, part in enumerate(parts)
     ]
     with ThreadPoolExecutor(len(parts)) as threads:
@@ -567,6 +561,6 @@ def test_step__a_part_of_nothing_adds_zeros(sizes, latent_dim, decoder):
     part = Slices(10, ((4, 4),))
     model = GradiendModel(10, latent_dim, slices=part, activation_decoder=decoder, generator=generator)
     batches = [GradiendBatch(torch.zeros(k, 0), torch.zeros(k, 0), torch.ones(k, 1)) for k in sizes]
-    engine = PlacedEngine(model, options(max_grad_norm=0.1))
+    engine = SlicedEngine(model, options(max_grad_norm=0.1))
     assert list(engine.chunks(torch.device("cpu"))) == []
     assert torch.equal(engine.step(batches, 1e-2), torch.zeros(4))
