@@ -27,6 +27,7 @@ torch.set_num_threads(1)
 LAUNCHES = Path(__file__).parent / "distributed"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For pytest-xdist: a file stays on one worker, which makes its fixtures once. All files that launch ranks stay on
     one, too: two launches at a time could run into their time limits. They take longest and go first."""

@@ -305,8 +305,8 @@ def state(engine: PlacedEngine) -> list[Tensor]:
     return [tensor.clone() for tensor in (*engine.model.state_dict().values(), *moments)]
 
 
-# Both values in all three places; each place in the first step, which has no moments yet, and with clipping, which could
-# hide an infinity.
+# Both values in all three places; each place in the first step, which has no moments yet, and with clipping, which
+# could hide an infinity.
 @pytest.mark.parametrize(
     ("value", "where", "sizes", "first", "limit"),
     [
