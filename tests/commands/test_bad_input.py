@@ -38,7 +38,7 @@ from gradiend_dist import (
 from gradiend_dist.commands import train
 from gradiend_dist.storage import weight_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "gradiend-dist train: error: "
 LEFT_OUT = object()
 WORDS = {"M": "he", "F": "she", "N": "they"}
