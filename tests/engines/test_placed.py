@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,58 +110,105 @@ def assert_same_training(
 # --- equal to autograd
 
 
-@pytest.mark.parametrize("sizes", [[1], [3], [1, 1], [3, 3, 3], [3, 2], [1, 4]], ids=str)
-@pytest.mark.parametrize("latent_dim", [1, 2, 3])
-@pytest.mark.parametrize("optim", ["adamw", "adam"])
+# A share of a batch shows in its sizes, a transposed product in the latents: all pairs of the two. The optimizer is the
+# last thing in a step and knows neither.
+@pytest.mark.parametrize(
+    ("sizes", "latent_dim", "optim"),
+    [
+        ([1], 1, "adamw"), ([3], 1, "adam"), ([1, 1], 1, "adamw"), ([3, 3, 3], 1, "adam"), ([3, 2], 1, "adamw"),
+        ([1], 2, "adam"), ([3], 2, "adamw"), ([1, 1], 2, "adam"), ([3, 3, 3], 2, "adamw"), ([3, 2], 2, "adam"),
+        ([1, 4], 3, "adamw"), ([3], 3, "adam"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_step__equals_autograd_and_torchs_optimizer(optim, latent_dim, sizes):
     """Fails by a wrong factor, a missing term, a transposed outer product or a batch that counts too much."""
     assert_same_training(make_model(latent_dim), options(optim=optim), sizes)
 
 
-@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
-@pytest.mark.parametrize("decoder", ["id", "tanh", "gelu"])
-@pytest.mark.parametrize("encoder", ACTIVATIONS)
+# A wrong derivative shows with any decoder and size. That an item alone, a mixture, and a decoder without activation go
+# ways of their own shows in the nine pairs of the two, one for each encoder.
+@pytest.mark.parametrize(
+    ("encoder", "decoder", "sizes"),
+    [
+        (encoder, decoder, sizes)
+        for encoder, (decoder, sizes) in zip(
+            ACTIVATIONS, itertools.product(["id", "tanh", "gelu"], [[1], [3], [2, 1]]), strict=True
+        )
+    ],
+    ids=str,
+)
 def test_step__holds_for_every_encoder_activation(encoder, decoder, sizes):
     model = make_model(2, activation_encoder=encoder, activation_decoder=decoder)
     assert_same_training(model, options(), sizes, num_steps=5)
 
 
-@pytest.mark.parametrize("sizes", [[1], [3]], ids=str)
-@pytest.mark.parametrize("latent_dim", [1, 2])
-@pytest.mark.parametrize("decoder", ACTIVATIONS)
+# One item with one latent and a mixture with two, in turn: a derivative of the decoder knows nothing of either.
+@pytest.mark.parametrize(
+    ("decoder", "latent_dim", "sizes"),
+    [(decoder, 1 + place % 2, [[1], [3]][place % 2]) for place, decoder in enumerate(ACTIVATIONS)],
+    ids=str,
+)
 def test_step__holds_for_every_decoder_activation(decoder, latent_dim, sizes):
     model = make_model(latent_dim, activation_decoder=decoder)
     assert_same_training(model, options(max_grad_norm=0.02), sizes, num_steps=5)
 
 
-@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
-@pytest.mark.parametrize("latent_dim", [1, 2])
-@pytest.mark.parametrize("limit", [0.0, 0.01])
+# The bias is a column of gradients of its own, which the norm of clipping must leave out as well.
+@pytest.mark.parametrize(
+    ("latent_dim", "limit", "sizes"),
+    [(1, 0.0, [1]), (2, 0.0, [3]), (1, 0.0, [2, 1]), (2, 0.01, [1]), (1, 0.01, [3]), (2, 0.01, [2, 1])],
+    ids=str,
+)
 def test_step__holds_without_a_decoder_bias(latent_dim, limit, sizes):
     assert_same_training(make_model(latent_dim, bias_decoder=False), options(max_grad_norm=limit), sizes)
 
 
-@pytest.mark.parametrize("sizes", [[1], [3], [1, 1], [3, 2]], ids=str)
-@pytest.mark.parametrize("latent_dim", [1, 2])
-@pytest.mark.parametrize("limit", [1e-3, 0.05, 100.0])
+# The norm comes from the step: every way that a step goes, where it matters most; always and never clipped, once each.
+@pytest.mark.parametrize(
+    ("limit", "latent_dim", "sizes"),
+    [
+        *((0.05, latent_dim, sizes) for latent_dim in (1, 2) for sizes in ([1], [3], [1, 1], [3, 2])),
+        (1e-3, 1, [1]), (1e-3, 2, [3, 2]), (100.0, 2, [1]), (100.0, 1, [3]),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_step__clips_as_torch_does(latent_dim, limit, sizes):
     """At 0.05 some steps are clipped and some are not. The norm that is returned is that before clipping."""
     assert_same_training(make_model(latent_dim), options(max_grad_norm=limit, epsilon=1e-3), sizes)
 
 
-@pytest.mark.parametrize("optim", ["adamw", "adam"])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.7)])
-@pytest.mark.parametrize("epsilon", [1e-8, 1e-2])
+# Each setting alone; weight decay for both optimizers, which apply it in another place; all at once.
+@pytest.mark.parametrize(
+    ("optim", "weight_decay", "betas", "epsilon"),
+    [
+        ("adamw", 0.0, (0.9, 0.999), 1e-8),
+        ("adamw", 0.3, (0.9, 0.999), 1e-8),
+        ("adam", 0.3, (0.9, 0.999), 1e-8),
+        ("adamw", 0.0, (0.5, 0.7), 1e-8),
+        ("adamw", 0.0, (0.9, 0.999), 1e-2),
+        ("adam", 0.3, (0.5, 0.7), 1e-2),
+    ],
+)
 def test_step__passes_every_setting_on(optim, weight_decay, betas, epsilon):
     chosen = options(optim=optim, weight_decay=weight_decay, betas=betas, epsilon=epsilon)
     assert_same_training(make_model(), chosen, [2], num_steps=6)
 
 
+# Either half in every way that a step goes; with clipping the norm must leave the other half out, bias or not.
 @pytest.mark.parametrize("supervised", ["encoder", "decoder"])
-@pytest.mark.parametrize("sizes", [[1], [3], [1, 1], [3, 2]], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("limit", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("sizes", "bias", "limit"),
+    [
+        ([1], True, 0.01),
+        ([1], False, 0.0),
+        ([3], False, 0.01),
+        ([3], True, 0.0),
+        ([1, 1], True, 0.0),
+        ([3, 2], False, 0.01),
+    ],
+    ids=str,
+)
 def test_step__trains_one_half_on_labels(supervised, sizes, bias, limit):
     """The other half must not move, not even by weight decay."""
     assert_same_training(make_model(1, bias_decoder=bias), options(supervised=supervised, max_grad_norm=limit), sizes)
@@ -194,9 +242,15 @@ def test_step__accumulation_is_one_big_batch(parts, latent_dim):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [5, 40, 102, 103, 104])
-@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
-@pytest.mark.parametrize("decoder", ["id", "tanh"])
+# A tail of 3, 23 and 1 entries, none, and a chunk that is too long; each way that a step goes has a tail of 1.
+@pytest.mark.parametrize(
+    ("chunk", "sizes", "decoder"),
+    [
+        (5, [1], "id"), (5, [2, 1], "tanh"), (40, [3], "tanh"), (40, [1], "tanh"), (102, [1], "id"), (102, [3], "id"),
+        (102, [2, 1], "tanh"), (103, [3], "tanh"), (104, [2, 1], "id"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_step__chunks_of_any_size_are_one_chunk(chunk, sizes, decoder, monkeypatch):
     """103 entries, a prime: no chunk size but 103 divides. Fails if a tail is lost or a chunk is added twice."""
     models = [make_model(2, activation_decoder=decoder) for _ in range(2)]
@@ -246,11 +300,20 @@ def state(engine: SlicedEngine) -> list[Tensor]:
     return [tensor.clone() for tensor in (*engine.model.state_dict().values(), *moments)]
 
 
-@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-@pytest.mark.parametrize("where", ["source", "target", "label"])
-@pytest.mark.parametrize("sizes", [[1], [1, 2]], ids=str)
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("limit", [0.0, 1.0])
+# Both values in all three places; each place in the first step, which has no moments yet, and with clipping, which
+# could hide an infinity.
+@pytest.mark.parametrize(
+    ("value", "where", "sizes", "first", "limit"),
+    [
+        (float("nan"), "source", [1], True, 0.0), (float("nan"), "source", [1, 2], False, 1.0),
+        (-float("inf"), "source", [1], False, 1.0), (-float("inf"), "source", [1, 2], True, 0.0),
+        (float("nan"), "target", [1, 2], True, 1.0), (float("nan"), "target", [1], False, 0.0),
+        (-float("inf"), "target", [1, 2], False, 0.0), (-float("inf"), "target", [1], True, 1.0),
+        (float("nan"), "label", [1], True, 1.0), (float("nan"), "label", [1, 2], False, 0.0),
+        (-float("inf"), "label", [1], False, 0.0), (-float("inf"), "label", [1, 2], True, 1.0),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_step__a_number_that_is_not_finite_changes_nothing_and_shows(value, where, sizes, first, limit):
     """Also the step count stays: training goes on afterwards as if the item had not been there."""
     supervised = "encoder" if where == "label" else None
@@ -286,10 +349,14 @@ def train(engine: SlicedEngine, steps: range, sizes: Sequence[int] = (2,)) -> li
     return [engine.step(make_batches(sizes, seed=step), 1e-2) for step in steps]
 
 
-@pytest.mark.parametrize("latent_dim", [1, 2])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("optim", ["adamw", "adam"])
-@pytest.mark.parametrize("activation", ["tanh", "smht", "id"])
+# Moments of each optimizer with and without a bias; every odd activation, one latent and two.
+@pytest.mark.parametrize(
+    ("latent_dim", "bias", "optim", "activation"),
+    [
+        (1, True, "adamw", "tanh"), (2, True, "adam", "tanh"), (2, False, "adamw", "smht"), (1, True, "adam", "smht"),
+        (1, False, "adam", "id"), (2, True, "adamw", "id"),
+    ],
+)  # fmt: skip
 def test_flip__is_exact_and_training_goes_on_mirrored(latent_dim, bias, optim, activation):
     """Fails if the bias turns too, or if a moment is forgotten: losses would differ from the next step on."""
     chosen = options(optim=optim, max_grad_norm=0.05)
@@ -427,15 +494,14 @@ MODES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     "devices", [("cuda:0", "cuda:1", "cuda:2"), ("cuda:0", "cuda:1", "cuda:0"), ("cuda:0", "cuda:0", "cuda:1")], ids=str
 )
 @pytest.mark.parametrize(("mode", "changes"), MODES, ids=str)
-@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
-def test_step__on_several_devices_mixes_none_waits_for_none_and_is_the_same(devices, mode, sizes, changes):
+def test_step__on_several_devices_mixes_none_waits_for_none_and_is_the_same(devices, mode, changes):
     """Fails if a `.to` is missing or wrong anywhere, or if the step reads a value back and so stops the GPU."""
     encoder, decoder, base = devices
     reference = SlicedEngine(make_model(**changes), options(**mode))
     model = placed_model(encoder, decoder, **changes)
     with StandInDevices():
         engine = SlicedEngine(model, options(**mode))
-    for step in range(3):
+    for step, sizes in enumerate(([1], [3], [2, 1])):
         expected = reference.step(make_batches(sizes, seed=step), 1e-2)
         batches = placed_batches(make_batches(sizes, seed=step), base)
         with StandInDevices():
@@ -520,9 +586,16 @@ PARTS = {
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
-@pytest.mark.parametrize(("mode", "changes"), MODES, ids=str)
+# Every mode sums other things, each way that a step goes as well: all pairs of these, with the cuts in turn.
+@pytest.mark.parametrize(
+    ("mode", "changes", "sizes", "parts"),
+    [
+        (mode, changes, sizes, list(PARTS.values())[(row + column) % 3])
+        for row, (mode, changes) in enumerate(MODES)
+        for column, sizes in enumerate([[1], [3], [2, 1]])
+    ],
+    ids=str,
+)
 def test_step__parts_of_n_together_are_the_whole(parts, sizes, mode, changes):
     """Fails if a sum over n does not go through `Comm.total`, is longer on a rank of nothing, or is added twice."""
     whole = SlicedEngine(make_model(**changes), options(**mode))
@@ -552,9 +625,11 @@ def test_step__parts_of_n_together_are_the_whole(parts, sizes, mode, changes):
             torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
-@pytest.mark.parametrize("sizes", [[1], [3], [2, 1]], ids=str)
-@pytest.mark.parametrize("latent_dim", [1, 2])
-@pytest.mark.parametrize("decoder", ["id", "tanh"])
+@pytest.mark.parametrize(
+    ("sizes", "latent_dim", "decoder"),
+    [([1], 1, "id"), ([3], 2, "id"), ([2, 1], 1, "id"), ([1], 2, "tanh"), ([3], 1, "tanh"), ([2, 1], 2, "tanh")],
+    ids=str,
+)
 def test_step__a_part_of_nothing_adds_zeros(sizes, latent_dim, decoder):
     """A rank that owns no entry still takes part in every sum: alone, its loss and norms are zero."""
     generator = torch.Generator().manual_seed(2)

@@ -125,7 +125,7 @@ def test_zero__is_what_was_measured():
 
 def test_placed__needs_what_was_forecast_and_no_more_in_a_real_process():
     """Fails if a step holds anything of size n beside weights, moments, x and y: also what malloc cannot use again."""
-    path = Path(__file__).parents[1] / "benchmarks" / "engines.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "engines.py"
     spec = importlib.util.spec_from_file_location("benchmark_of_engines", path)
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
