@@ -29,14 +29,13 @@ ROWS = {room: row for row, rooms in enumerate(ORDER) for room in rooms.split()}
 STARTS = ("__main__", "commands")
 # What may be imported inside a function, from anywhere, and why.
 IMPORTED_LATE = {
-    "engines.zero": "DeepSpeed takes seconds to import",
     "report.figures": "matplotlib is optional",
     "report.plots": "matplotlib is optional",
     "tracking.wandb_page": "W&B takes a second to import, and few runs use it",
 }
 # Known and about to go: nothing may be added here.
 KNOWN_UPWARDS = {("evaluation.rewritten", "trainer")}
-KNOWN_CYCLES = {frozenset({"training.history", "training.loop", "training.state"})}
+KNOWN_CYCLES: set[frozenset[str]] = set()
 KNOWN_LATE = {("evaluation.rewritten", "trainer"), ("report.html", "data.config")}
 
 

@@ -36,7 +36,7 @@ from gradiend_dist import (
     create_model_with_gradiend,
 )
 from gradiend_dist.commands import train
-from gradiend_dist.storage import weight_file
+from gradiend_dist.storage import model_dir, weight_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "gradiend-dist train: error: "
@@ -783,7 +783,14 @@ def test_disk_full__in_the_middle_is_one_line_and_costs_no_model(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, *rest)
 
+    def fail_json(path: Path, *rest: Any, **options: Any) -> None:
+        if path.parent.name.startswith(f".{at}.partial"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_json(path, *rest, **options)
+
+    write_json = model_dir.write_json
     monkeypatch.setattr(weight_file, "_write", fail)
+    monkeypatch.setattr(model_dir, "write_json", fail_json)  # a promoted model's weights are linked, not written
     before = content(stage.runs / "model")
     assert train.main(stage.command()) == 2
     lines = capsys.readouterr().err.splitlines()

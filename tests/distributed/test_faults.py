@@ -178,7 +178,7 @@ def expected(run_file: Path) -> dict[str, Any]:
 STEP = "gradiend_dist.training.loop:TrainingLoop._step"
 STORED = "gradiend_dist.storage.weight_file:_write"
 NOT_FINITE = "gradiend_dist.engines.sliced:SlicedEngine.step"
-FULL_DISKS = (STORED, "gradiend_dist.training.state:_files")
+FULL_DISKS = (STORED, "gradiend_dist.training.state:write_json")
 
 
 def fault(at: str, call: int, rank: int = 1, when: str = "before", do: str = "kill") -> dict[str, Any]:

@@ -146,6 +146,6 @@ def test_items__are_of_the_validation_split_and_enough(masked_lm: Path, feature_
         assert measured is not None
         assert [int((measured.labels == side).sum()) for side in (1, -1)] == [4, 4]
         assert max(len(item.rows) for item in measured.items) <= size
-        training = {row for number in range(len(found.schedule().batches))
-                    for row in found.training_items().item(found.schedule().batches[number]).rows}  # fmt: skip
+        training = {row for number in range(len(found.training.schedule.batches))
+                    for row in found.training_items().item(found.training.schedule.batches[number]).rows}  # fmt: skip
         assert not training & {row for item in measured.items for row in item.rows}

@@ -446,6 +446,6 @@ def test_wandb__has_the_private_names_that_we_use() -> None:
 
     assert issubclass(WandbApiFailedError, Exception)
     assert all(issubclass(error, Exception) for error in wandb_page.errors())
-    bound = re.search(r'"(wandb>=[^"]*)"', (Path(__file__).parents[1] / "pyproject.toml").read_text())
+    bound = re.search(r'"(wandb>=[^"]*)"', (Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert bound is not None
     assert Version(importlib.metadata.version("wandb")) in Requirement(bound[1]).specifier
