@@ -7,6 +7,7 @@ is an error in one line.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import re
 import types
@@ -18,11 +19,10 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from gradiend_dist.config.checks import is_union
+from gradiend_dist.config.checks import choices_of, is_union
+from gradiend_dist.config.fields import NO_FLAG, flag_type
 from gradiend_dist.config.mapping import read_config_file, unknown_key
 from gradiend_dist.errors import UserError
-
-PYTHON_ONLY = ("evaluate_fn",)
 
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -37,9 +37,12 @@ class CommandParser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-        if field.name in PYTHON_ONLY:
+        kind = flag_type(field, field.type)
+        if kind is NO_FLAG:
             return
-        convert = converter(field.type)
+        field = copy.copy(field)  # as the flag is; Hugging Face hands all metadata on to argparse
+        field.type, field.metadata = kind, types.MappingProxyType({"help": field.metadata["help"]})
+        convert = converter(kind)
         if convert is None:
             HfArgumentParser._parse_dataclass_field(parser, field)
             negation = parser._option_string_actions.get(f"--no_{field.name}")
@@ -129,6 +132,9 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 def converter(annotation: Any) -> Callable[[str], Any] | None:
     """How to read a flag of this type; None where Hugging Face's parser does it."""
+    # A word that is none of the choices is told by name when the arguments are checked, from files and Python as well.
+    if choices_of(annotation):
+        return optionally(str) if is_union(annotation) else str
     parts = typing.get_args(annotation) if is_union(annotation) else (annotation,)
     plain = [part for part in parts if part is not type(None)]
     optional = len(plain) < len(parts)

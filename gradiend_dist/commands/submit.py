@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradiend_dist.commands.flags import CommandParser
-from gradiend_dist.config.arguments import help_field
 from gradiend_dist.config.checks import require, require_positive
+from gradiend_dist.config.fields import documented
 from gradiend_dist.errors import UserError
 
 ENGINES = ("auto", "single", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload")
@@ -25,27 +25,45 @@ ENGINES = ("auto", "single", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "z
 SUBMIT_SECONDS = 120.0
 
 
+@documented
 @dataclass(kw_only=True)
 class JobOptions:
     """What is asked of Slurm. What is not given is as launch/train.sbatch, or the cluster, has it."""
 
-    nodes: int = help_field(1, "Nodes.")
-    gpus_per_node: int | None = help_field(None, "GPUs of each node, one rank each. None: one rank on CPUs.")
-    engine: str = help_field("auto", f"One of {', '.join(ENGINES)}.")
-    time: str | None = help_field(None, "Time limit, e.g. 8:00:00; the job goes on by itself after it.")
-    partition: str | None = help_field(None, "Partition.")
-    account: str | None = help_field(None, "Account.")
-    qos: str | None = help_field(None, "Quality of service.")
-    constraint: str | None = help_field(None, "Features that nodes must have.")
-    cpus_per_task: int | None = help_field(None, "CPUs of each node.")
-    mem: str | None = help_field(None, "Memory of each node, e.g. 128G.")
-    job_name: str | None = help_field(None, "Name of the job. None: that of experiment_dir.")
-    log_dir: str = help_field("logs", "Logs of the ranks go to log_dir/JOB.")
-    sbatch_options: str = help_field("", "Further options of sbatch: --sbatch_options='--exclusive --mail-type=END'.")
-    seeds: int | None = help_field(None, "Train so many seeds, each as a job of an array, then select the best.")
-    pairs: str | None = help_field(None, "File with a pair of classes a line: one job of an array for each.")
-    parallel: int | None = help_field(None, "Jobs of an array that run at the same time.")
-    config: str | None = help_field(None, "Configuration of the training; what follows -- overrides it.")
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int | None = None
+    """GPUs of each node, one rank each. None: one rank on CPUs."""
+    engine: str = "auto"
+    """One of auto, single, multi_gpu, fsdp2, zero1, zero2, zero3, zero3_offload."""
+    time: str | None = None
+    """Time limit, e.g. 8:00:00; the job goes on by itself after it."""
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    cpus_per_task: int | None = None
+    """CPUs of each node."""
+    mem: str | None = None
+    """Memory of each node, e.g. 128G."""
+    job_name: str | None = None
+    """Name of the job. None: that of experiment_dir."""
+    log_dir: str = "logs"
+    """Logs of the ranks go to log_dir/JOB."""
+    sbatch_options: str = ""
+    """Further options of sbatch: --sbatch_options='--exclusive --mail-type=END'."""
+    seeds: int | None = None
+    """Train so many seeds, each as a job of an array, then select the best."""
+    pairs: str | None = None
+    """File with a pair of classes a line: one job of an array for each."""
+    parallel: int | None = None
+    """Jobs of an array that run at the same time."""
+    config: str | None = None
+    """Configuration of the training; what follows -- overrides it."""
 
 
 def home() -> Path:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from gradiend_dist.config.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments
+from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.checks import require
+from gradiend_dist.config.pruning import PostPruneConfig, PrePruneConfig
 from gradiend_dist.distributed.comm import PeerLost
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.engines.base import StepOptions
