@@ -39,20 +39,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# Headings of --help and of docs/arguments.md, and the arguments below each.
+GROUPS: dict[str, type] = {
+    "feature and data": TextPredictionConfig,
+    "base model and GRADIEND model": ModelArguments,
+    "devices and memory": DeviceArguments,
+    "training loop": LoopArguments,
+    "start and optimizer": OptimizerArguments,
+    "evaluation": EvaluationArguments,
+    "seeds": SeedArguments,
+    "tracking": TrackingArguments,
+    "pruning and fidelity": RunArguments,
+    "output": OutputArguments,
+}
+
+
 def make_parser() -> CommandParser:
     parser = CommandParser(
-        {
-            "feature and data": TextPredictionConfig,
-            "base model and GRADIEND model": ModelArguments,
-            "devices and memory": DeviceArguments,
-            "training loop": LoopArguments,
-            "start and optimizer": OptimizerArguments,
-            "evaluation": EvaluationArguments,
-            "seeds": SeedArguments,
-            "tracking": TrackingArguments,
-            "pruning and fidelity": RunArguments,
-            "output": OutputArguments,
-        },
+        GROUPS,
         prog="gradiend-dist train",
         description="Train GRADIEND models for one feature of a language model and promote the best seed.",
     )
