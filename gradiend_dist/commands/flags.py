@@ -13,12 +13,13 @@ import re
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from gradiend_dist.commands.plain_parser import PlainParser
 from gradiend_dist.config.checks import choices_of, is_union
 from gradiend_dist.config.fields import NO_FLAG, flag_type
 from gradiend_dist.config.mapping import read_config_file, unknown_key
@@ -27,7 +28,7 @@ from gradiend_dist.errors import UserError
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-class CommandParser(HfArgumentParser):
+class CommandParser(PlainParser, HfArgumentParser):
     """HfArgumentParser that takes `null` for optional values, YAML for structured ones, and speaks in one line."""
 
     def __init__(self, groups: dict[str, Any], **options: Any) -> None:
@@ -55,9 +56,6 @@ class CommandParser(HfArgumentParser):
         help_text = field.metadata.get("help")
         flags = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
         parser.add_argument(*flags, type=convert, default=default, help=help_text, metavar=convert.__name__.upper())
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message.rstrip(".") + ": see --help.")
 
     def names(self) -> list[str]:
         return [action.dest for action in self._actions if action.dest not in ("help", "config")]

@@ -18,7 +18,9 @@ from pathlib import Path
 from gradiend_dist.commands.flags import CommandParser
 from gradiend_dist.config.checks import require, require_positive
 from gradiend_dist.config.fields import documented
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import UserError, exit_code, print_line
+
+NAME = "gradiend-dist submit"
 
 ENGINES = ("auto", "single", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload")
 
@@ -79,7 +81,7 @@ def parse(argv: Sequence[str]) -> tuple[JobOptions, list[str], bool]:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = CommandParser(
         {"the job": JobOptions},
-        prog="gradiend-dist submit",
+        prog=NAME,
         description="Submit a training to Slurm: one job, or with --seeds or --pairs an array and a job after it. "
         "What stands behind -- are further arguments of the training.",
     )
@@ -175,21 +177,22 @@ def environment() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options, training, dry_run = parse(sys.argv[1:] if argv is None else argv)
-        command, added = command_line(options, training), environment()
-        for name, value in added.items():
-            print(f"{name}={shlex.quote(value)} \\")
-        print(shlex.join(command), flush=True)
-        if not dry_run:
-            return submit(command, added)
-        if command[0] == "bash":  # the script of arrays shows what it would submit
-            command.insert(2, "--dry_run")
-            return subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=False).returncode
-        return 0
-    except UserError as error:
-        print(f"gradiend-dist submit: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code(NAME, lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the command that submits, and run it unless this is a rehearsal."""
+    options, training, dry_run = parse(argv)
+    command, added = command_line(options, training), environment()
+    for name, value in added.items():
+        print(f"{name}={shlex.quote(value)} \\")
+    print(shlex.join(command), flush=True)
+    if not dry_run:
+        return submit(command, added)
+    if command[0] == "bash":  # the script of arrays shows what it would submit
+        command.insert(2, "--dry_run")
+        return subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=False).returncode
+    return 0
 
 
 def submit(command: list[str], added: dict[str, str]) -> int:
@@ -200,7 +203,7 @@ def submit(command: list[str], added: dict[str, str]) -> int:
     try:
         done = subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        print("gradiend-dist submit: error: Slurm does not answer: try again later.", file=sys.stderr)
+        print_line(NAME, "error: Slurm does not answer: try again later.")
         return 1
     return 1 if done.returncode else 0
 

@@ -195,7 +195,8 @@ def _join_names(args: TrainingArguments) -> None:
     """Two documented names for one thing become one value, and what is left out gets the value that others imply."""
     given = args.base_gradient_batch_size
     rows = _same("train_batch_size", args.train_batch_size, "base_gradient_batch_size", given, default=32)
-    args.train_batch_size = args.base_gradient_batch_size = rows or 32
+    assert rows is not None, "the first of the two has a default"
+    args.train_batch_size = args.base_gradient_batch_size = rows
     metric = _same("convergent_metric", args.convergent_metric, "convergence_metric", args.convergence_metric)
     args.convergent_metric = args.convergence_metric = metric or ("loss" if args.supervised_decoder else "correlation")
     threshold = _same(
