@@ -38,7 +38,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.fsdp import shard_model, shard_of
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
 from gradiend_dist.engines.sliced import SlicedEngine
-from gradiend_dist.gradients.base import Collect
+from gradiend_dist.gradients.base import AddToVectors
 from gradiend_dist.gradients.buckets import Buckets, Reduced
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Slices
@@ -203,7 +203,7 @@ def work(
 
 def hand_over(space: ParameterSpace, buckets: Buckets, vectors: dict[str, Tensor]) -> None:
     """What the hooks of a backward pass do, for each kind of gradient."""
-    reduced = Reduced(buckets, Collect([vectors]), torch.device("cpu"))
+    reduced = Reduced(buckets, AddToVectors([vectors]), torch.device("cpu"))
     for kind in KINDS:
         reduced.begin([(kind, 1.0)])
         for weight in reversed(space.active()):

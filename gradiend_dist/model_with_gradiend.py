@@ -93,7 +93,7 @@ class ModelWithGradiend:
     ) -> None:
         """Write the directory that `from_pretrained`, here and in the reference, reads; `training` is its record.
 
-        With `comm`, all ranks call this together, each with its part of the weights.
+        With `comm`, all ranks call this together, each with its slices of the weights.
         """
         about = Description(
             base_model=self.name_or_path,

@@ -29,12 +29,11 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
-# Weights and two moments of encoder, decoder and decoder bias in float32.
-BYTES_PER_ENTRY_AND_SEED = 36
-
 
 @dataclass
 class Session:
+    """One base model with its data, loaded once. All ranks have one and use it in the same order."""
+
     args: TrainingArguments
     data: FeatureData
     base_model: nn.Module
@@ -46,14 +45,14 @@ class Session:
     cache_dir: Path | None
     """Where gradients are kept with use_cached_gradients."""
     budget_bytes: int | None = None
-    """Memory for kept gradients, once a run has settled on it."""
+    """Memory for kept gradients, once a run has decided on it."""
     _gradients: GradientSource | None = None
 
     @classmethod
     def open(
         cls, args: TrainingArguments, data: FeatureData, model: str | ModelWithGradiend, cache_dir: Path | None
     ) -> Session:
-        """Load the base model (or take the given one) and put it where it belongs."""
+        """Load the base model (or take the given one) and put it where it belongs. All ranks call this."""
         spread = Spread.of(args)
         if isinstance(model, ModelWithGradiend):
             base_model, tokenizer, space = model.base_model, model.tokenizer, model.gradiend.space
@@ -62,7 +61,7 @@ class Session:
                 model, torch_dtype=args.torch_dtype, trust_remote_code=args.trust_remote_code
             )
             space = ParameterSpace.of_model(base_model, args.params)
-        spread, base_model = spread.settle(base_model.eval(), space)
+        spread, base_model = spread.place_base_model(base_model.eval(), space)
         objective = choose_objective(
             args.prediction_objective,
             base_model,
@@ -82,7 +81,10 @@ class Session:
         return self.spread.placement
 
     def new_model(self, space: ParameterSpace, seed: int, *, drawn: bool = True) -> ModelWithGradiend:
-        """A GRADIEND model, or what this rank trains of it, with the start that `seed` draws, or none."""
+        """A GRADIEND model, or what this rank trains of it, with the start that `seed` draws, or none.
+
+        No communication: each rank draws the whole start and keeps its part.
+        """
         args = self.args
         gradiend = ParamMappedGradiendModel(
             space,
@@ -99,7 +101,7 @@ class Session:
         return self.wrap(gradiend)
 
     def wrap(self, gradiend: ParamMappedGradiendModel) -> ModelWithGradiend:
-        """A GRADIEND model together with the shared base model."""
+        """A GRADIEND model together with the shared base model. No communication."""
         model = ModelWithGradiend(
             self.base_model,
             gradiend,
@@ -119,6 +121,7 @@ class Session:
         """A saved GRADIEND model over the shared base model, or this rank's part of it.
 
         Source, target and directions are those that it was trained with, whatever the arguments say now.
+        All ranks call this.
         """
         model = self.wrap(
             load_gradiend(
@@ -137,7 +140,10 @@ class Session:
     def base_gradients(
         self, space: ParameterSpace, comm: Comm | None = None, slices_by_rank: Sequence[Slices] | None = None
     ) -> BaseGradients:
-        """The base model's gradients over a space; by default of all ranks, each for the part that it trains."""
+        """The base model's gradients over a space; by default of all ranks, each for the part that it trains.
+
+        No communication here; all ranks of `comm` compute together.
+        """
         autocast = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         return BaseGradients(
             self.base_model,
@@ -152,13 +158,18 @@ class Session:
         )
 
     def gradients(self, space: ParameterSpace) -> GradientSource:
-        """The gradients over the space that is trained in; what was kept for another space is dropped."""
+        """The gradients over the space that is trained in; what was kept for another space is dropped.
+
+        All ranks call this: the first call may ask them for their free memory.
+        """
         if self._gradients is None or self._gradients.base.space != space:
             base = self.base_gradients(space)
-            self._gradients = GradientSource(base, GradientStore(self.store_bytes(), self._directory(space, base)))
+            self._gradients = GradientSource(
+                base, GradientStore(self.store_bytes(), self._store_directory(space, base))
+            )
         return self._gradients
 
-    def _directory(self, space: ParameterSpace, base: BaseGradients) -> Path | None:
+    def _store_directory(self, space: ParameterSpace, base: BaseGradients) -> Path | None:
         if self.cache_dir is None:
             return None
         root = self.cache_dir
@@ -170,6 +181,7 @@ class Session:
         """Those that training uses, or, for another space or for a model at rest, others that are not kept.
 
         While DeepSpeed trains, every rank has the whole encoder: it encodes its share of the rows by itself.
+        All ranks call this.
         """
         in_training = repeated or (self._gradients is not None and self._gradients.base.space == space)
         if self.spread.launch.engine != "zero" and in_training:
@@ -181,7 +193,10 @@ class Session:
         return GradientSource(base, GradientStore(budget_bytes=0))
 
     def store_bytes(self) -> int:
-        """Memory for gradients that are used again: on each rank as much, so that all ranks keep the same."""
+        """Memory for gradients that are used again: on each rank as much, so that all ranks keep the same.
+
+        All ranks call this.
+        """
         if self.budget_bytes is not None:
             return self.budget_bytes
         if self.args.gradient_store_gib is not None:
@@ -189,6 +204,6 @@ class Session:
         return int(self.free_on_every_rank(self.placement.base_model) // 4)
 
     def free_on_every_rank(self, device: torch.device) -> float:
-        """Free memory of this rank, where it is least; ranks of one host share that."""
+        """Free memory of this rank, where it is least; ranks of one host share that. All ranks call this."""
         free = free_bytes(device)
         return self.comm.smallest(free if device.type == "cuda" else free / self.comm.local_world_size)[0]

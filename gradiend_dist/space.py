@@ -87,8 +87,8 @@ class Slices:
     def size(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
-    def mapped(self) -> Iterator[tuple[slice, slice]]:
-        """(where in the rank's own vector, where in the whole one) for each range."""
+    def range_pairs(self) -> Iterator[tuple[slice, slice]]:
+        """(range in the rank's own vector, range in the whole one) for each range."""
         offset = 0
         for start, stop in self.ranges:
             yield slice(offset, offset + stop - start), slice(start, stop)
@@ -98,7 +98,7 @@ class Slices:
         """The rank's own entries of a whole vector."""
         if len(self.ranges) == 1:
             return vector[slice(*self.ranges[0])]
-        return torch.cat([vector[there] for _, there in self.mapped()])
+        return torch.cat([vector[there] for _, there in self.range_pairs()])
 
     def positions(self, own: Tensor) -> Tensor:
         """Positions in the whole vector of these positions in the rank's own one."""
@@ -114,18 +114,18 @@ class Slices:
         """Places in the rank's own vector of those of these positions (ascending) that it has."""
         edges = torch.tensor(self.ranges).reshape(-1)
         cuts = torch.searchsorted(positions, edges).reshape(-1, 2).tolist()
-        pieces = zip(self.mapped(), cuts, strict=True)
+        pieces = zip(self.range_pairs(), cuts, strict=True)
         return torch.cat([positions[a:b] - there.start + own.start for (own, there), (a, b) in pieces])
 
     def after(self, keep: Tensor) -> Slices:
         """The same entries in the space that keeps the positions `keep` (ascending) alone."""
         edges = torch.tensor(self.ranges).reshape(-1)
-        found = torch.searchsorted(keep, edges).reshape(-1, 2).tolist()
-        return Slices(keep.numel(), tuple((start, stop) for start, stop in found), self.is_whole)
+        kept = torch.searchsorted(keep, edges).reshape(-1, 2).tolist()
+        return Slices(keep.numel(), tuple((start, stop) for start, stop in kept), self.is_whole)
 
 
 class ParameterSpace:
-    """An ordered list of weights; immutable, so that it can be shared and hashed."""
+    """An ordered list of weights; immutable, so that it can be shared and hashed. No communication anywhere."""
 
     def __init__(self, weights: Sequence[tuple[str, tuple[int, ...], Tensor | None]]) -> None:
         self.weights: tuple[Weight, ...] = tuple(self._lay_out(weights))
@@ -161,9 +161,9 @@ class ParameterSpace:
         """The weights that have a selected entry: only these need gradients."""
         return [weight for weight in self.weights if weight.num_selected]
 
-    def within(self, shards: dict[str, tuple[int, int]]) -> list[Weight]:
-        """The weights of a rank that holds these ranges of their entries, as if it had nothing else."""
-        found, offset = [], 0
+    def weights_of_shards(self, shards: dict[str, tuple[int, int]]) -> list[Weight]:
+        """The weights as a rank has them that holds these ranges of their entries; offsets are in its own vector."""
+        weights, offset = [], 0
         for weight in self.active():
             start, stop = shards[weight.name]
             selected = weight.selected
@@ -171,12 +171,12 @@ class ParameterSpace:
                 first, last = torch.searchsorted(selected, torch.tensor([start, stop])).tolist()
                 selected = selected[first:last] - start
             own = Weight(weight.name, (stop - start,), weight.base_offset + start, offset, selected)
-            found.append(own)
+            weights.append(own)
             offset += own.num_selected
-        return found
+        return weights
 
     def slices_of_shards(self, shards: dict[str, tuple[int, int]]) -> Slices:
-        """What such a rank owns of a vector over this space."""
+        """What a rank that holds these ranges of the weights' entries owns of a vector over this space."""
         ranges = []
         for weight in self.active():
             edges = torch.tensor(shards[weight.name])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,9 @@ from gradiend_dist.config.checks import require, require_choice
 from gradiend_dist.config.mapping import from_mapping
 from gradiend_dist.config.pruning import PostPruneConfig, PrePruneConfig
 from gradiend_dist.data.config import TextPredictionConfig
-from gradiend_dist.data.schedule import cap_per_group, make_schedule
-from gradiend_dist.data.table import FeatureData, load_feature_data
-from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.data.table import FeatureData
 from gradiend_dist.distributed.devices import placement_of
 from gradiend_dist.distributed.interrupt import Interrupt
-from gradiend_dist.distributed.launch import launched
 from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.encoder_report import EncoderReport
@@ -35,312 +31,29 @@ from gradiend_dist.evaluation.selection import (
     default_policy,
     extract_candidates,
     require_pushing,
-    strengthening_factor,
     summarize,
 )
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.rewriting.card import as_dtype, check_output
 from gradiend_dist.rewriting.move import SCALINGS
-from gradiend_dist.session import Session
 from gradiend_dist.storage import provenance
 from gradiend_dist.storage.files import read_json
 from gradiend_dist.storage.fingerprint import reusable, training_fingerprint
 from gradiend_dist.storage.layout import SEED_REPORT, TRAINING
 from gradiend_dist.storage.model_dir import (
-    base_model_of,
     check_replaceable,
     is_model_directory,
-    read_context,
 )
 from gradiend_dist.training import seeds
-from gradiend_dist.training.inputs import TrainingInputs
+from gradiend_dist.training.experiment import ModelOfExperiment, joined_arguments
 from gradiend_dist.training.pruning import post_prune
-from gradiend_dist.training.seed_training import Places, SeedTraining
+from gradiend_dist.training.seed_training import SeedTraining
 
 logger = logging.getLogger(__name__)
 
 
-class TextPredictionTrainer:
-    """Trains GRADIEND models for one feature of a text-prediction model.
-
-    `model` is a path or hub id of a base model, a saved GRADIEND model, or a `ModelWithGradiend`; the feature is given
-    by `data` and `target_classes`, or by a `TextPredictionConfig`; the rest are its fields by name.
-    """
-
-    def __init__(
-        self,
-        model: str | Path | ModelWithGradiend,
-        run_id: str | None = None,
-        data: Any = None,
-        target_classes: Sequence[str] | None = None,
-        *,
-        config: TextPredictionConfig | None = None,
-        args: TrainingArguments | None = None,
-        training_args: TrainingArguments | None = None,
-        **fields: Any,
-    ) -> None:
-        require(args is None or training_args is None, "args and training_args are the same argument: pass only one.")
-        self.args = args or training_args or TrainingArguments()
-        self.model = model if isinstance(model, ModelWithGradiend) else str(model)
-        given = {"run_id": run_id, "data": data, "target_classes": list(target_classes) if target_classes else None}
-        given = {name: value for name, value in {**given, **fields}.items() if value is not None or name in fields}
-        if config is None:
-            config = from_mapping(TextPredictionConfig, given, "TextPredictionTrainer")
-        elif given:
-            config = dataclasses.replace(config, **given)
-        self.config = self._joined_config(config)
-        self._data: FeatureData | None = None
-        self._session: Session | None = None
-        self._inputs: TrainingInputs | None = None
-        self._trained: ModelWithGradiend | None = None
-        self._temporary: Path | None = None
-        self._has_trained = False
-        self.interrupt = Interrupt()
-        """Requests to stop; `gradiend_dist.train` lets it listen to signals."""
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks that were launched; a single process is one of one."""
-        return launched(float(self.args.ddp_timeout)).comm
-
-    def _joined_config(self, config: TextPredictionConfig) -> TextPredictionConfig:
-        """Arguments that are documented in both places become one."""
-        joined = {}
-        for name, default in (
-            ("class_merge_map", None),
-            ("class_merge_transition_groups", None),
-            ("mask_placeholder", "[MASK]"),
-        ):
-            ours, theirs = getattr(self.args, name), getattr(config, name)
-            require(
-                default in (ours, theirs) or ours == theirs,
-                f"{name} is {ours!r} in TrainingArguments and {theirs!r} in the configuration: pass it once.",
-            )
-            joined[name] = theirs if ours == default else ours
-        self.args = dataclasses.replace(self.args, mask_placeholder=joined["mask_placeholder"])
-        return dataclasses.replace(config, **joined)
-
-    # --- where things are
-
-    @property
-    def training_args(self) -> TrainingArguments:
-        return self.args
-
-    @property
-    def run_id(self) -> str | None:
-        return self.config.run_id
-
-    @property
-    def experiment_dir(self) -> Path | None:
-        if self.args.experiment_dir is None:
-            return None
-        root = Path(self.args.experiment_dir)
-        return root / self.run_id if self.run_id else root
-
-    @property
-    def model_path(self) -> Path:
-        """Where the promoted model is, or will be."""
-        if self.args.output_dir is not None:
-            return Path(self.args.output_dir)
-        return self._root() / "model"
-
-    def _root(self) -> Path:
-        """The experiment's directory; a temporary one where none was given."""
-        if self.experiment_dir is not None:
-            return self.experiment_dir
-        if self._temporary is None:
-            self._temporary = self.comm.first(
-                "making a temporary directory", lambda: Path(tempfile.mkdtemp(prefix="gradiend_dist_"))
-            )
-            logger.warning("experiment_dir is not set: results go to %s", self._temporary)
-        return self._temporary
-
-    @property
-    def seed_runs_dir(self) -> Path:
-        return Path(self.args.seed_runs_dir) if self.args.seed_runs_dir else self._root() / "seeds"
-
-    @property
-    def places(self) -> Places:
-        return Places(self.model_path, self.seed_runs_dir, self.experiment_dir)
-
-    @property
-    def base_model_name(self) -> str:
-        if isinstance(self.model, ModelWithGradiend):
-            return self.model.name_or_path
-        return base_model_of(self.model) if is_model_directory(self.model) else self.model
-
-    # --- what is learnt
-
-    @property
-    def data(self) -> FeatureData:
-        """The unified table of the feature, read once."""
-        if self._data is None:
-            self._data = load_feature_data(
-                self.config,
-                seed=self.args.data_seed,
-                add_identity_for_other_classes=self.args.add_identity_for_other_classes,
-                reference=self.args.behaviour.reference_data,
-            )
-        return self._data
-
-    @property
-    def target_classes(self) -> tuple[str, str]:
-        return self.data.target_classes
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        return self.data.target_classes
-
-    @property
-    def all_classes(self) -> tuple[str, ...]:
-        return self.data.all_classes
-
-    @property
-    def session(self) -> Session:
-        """Base model, tokenizer and gradients, loaded once."""
-        if self._session is None:
-            cache_dir = self._root() / "cache" / "gradients" if self.args.use_cached_gradients else None
-            model = self.model
-            if isinstance(model, str) and is_model_directory(model):
-                model = ModelWithGradiend.from_pretrained(model)
-            self._session = Session.open(self.args, self.data, model, cache_dir)
-        return self._session
-
-    @property
-    def inputs(self) -> TrainingInputs:
-        """What training takes from the session."""
-        if self._inputs is None:
-            self._inputs = TrainingInputs(self.session)
-        return self._inputs
-
-    # --- training
-
-    def train(
-        self,
-        output_dir: str | None = None,
-        *,
-        callbacks: Sequence[TrainerCallback] = (),
-        **overrides: Any,
-    ) -> TextPredictionTrainer:
-        """Train up to `max_seeds` seeds, promote the best to `model_path`, and write reports; returns self."""
-        if output_dir is not None:
-            overrides["output_dir"] = output_dir
-        if overrides:
-            self._override(overrides)
-        self.check()
-        self._trained = None
-        wanted = training_fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
-        path = self.model_path
-        if self.comm.first(f"looking at {path}", lambda: reusable(path, wanted, self.args.reuses)):
-            logger.info("%s is reused: it was trained with the same arguments, model and data", path)
-            self._has_trained = True
-            return self
-        training = SeedTraining(self.args, self.inputs, self.places, wanted, callbacks, self.interrupt, self._facts)
-        results = training.run()
-        if self.args.only_seed is None:
-            self._has_trained = True
-            seeds.check_convergence(results, self.args)
-        return self
-
-    def _facts(self) -> dict[str, Any]:
-        """What trackers show of the run besides its numbers."""
-        feature = {item.name: getattr(self.config, item.name) for item in dataclasses.fields(self.config)}
-        plain = {name: value for name, value in feature.items() if not isinstance(value, pd.DataFrame | dict)}
-        return {
-            **plain,
-            **self.args.to_dict(),
-            "model": self.base_model_name,
-            "target_classes": list(self.target_classes),
-            "versions": provenance.versions(),
-            "git": provenance.git_hash(),
-            "hardware": provenance.hardware(),
-            **provenance.job(),
-        }
-
-    def check(self) -> None:
-        """Raise for all that is wrong and can be known before a weight is loaded; nothing is written."""
-        check_before_training(self.args, self.data)
-        if self.experiment_dir is None and None in (self.args.output_dir, self.args.seed_runs_dir):
-            return  # a new temporary directory will hold nothing yet
-        seed_paths = [self.places.seed(self.args.first_seed + i, self.args) for i in range(self.args.max_seeds)]
-        for path in (self.model_path, *seed_paths):
-            check_replaceable(path)
-
-    def _override(self, overrides: dict[str, Any]) -> None:
-        names = [item.name for item in dataclasses.fields(self.args)]
-        for name in overrides:
-            require(name in names, f"train(): {name} is not a known argument: see TrainingArguments.")
-        # The two spellings of an argument hold the same value by now: overriding one must not conflict with the other.
-        twins = {
-            "train_batch_size": "base_gradient_batch_size",
-            "convergent_metric": "convergence_metric",
-            "convergent_score_threshold": "convergence_threshold",
-        }
-        for one, other in [*twins.items(), *((b, a) for a, b in twins.items())]:
-            if one in overrides:
-                overrides.setdefault(other, overrides[one])
-        self.args = dataclasses.replace(self.args, **overrides)
-        self._data = self._session = self._inputs = None
-
-    # --- results
-
-    def get_model(self) -> ModelWithGradiend:
-        """The trained model (loaded once), or a fresh one where nothing was trained yet."""
-        if self._trained is None:
-            self._trained = self._found_model()
-        return self._trained
-
-    def _found_model(self) -> ModelWithGradiend:
-        if isinstance(self.model, ModelWithGradiend) and not self._has_trained:
-            return self.model
-        for path in (self.model_path, self.model):
-            if isinstance(path, str | Path) and is_model_directory(path):
-                return self.session.load(Path(path))
-        return self.session.new_model(self.session.space, self.args.first_seed)
-
-    def load_model(self, load_directory: str | Path) -> ModelWithGradiend:
-        """A saved model over the trainer's base model."""
-        return self.session.load(Path(load_directory))
-
-    def pre_prune(self, config: PrePruneConfig | None = None, *, inplace: bool = True) -> ModelWithGradiend:
-        """Prune the untrained model now; with `inplace` the next `train()` uses the pruned space."""
-        config = config or self.args.pre_prune_config
-        if config is None:
-            raise UserError("pre_prune() has no configuration: pass one, or set pre_prune_config.")
-        inputs = self.inputs
-        by_items = inputs.prunes_by_items(config)
-        space = inputs.pruned_by_items(config) if by_items else inputs.pre_pruned(config, self.args.data_seed)
-        model = self.session.new_model(space, self.args.first_seed)
-        if inplace:
-            self.model = self._trained = model
-            self.session.space = space
-            self.args = dataclasses.replace(self.args, pre_prune_config=None)
-            self.session.args = self.args
-        return model
-
-    def post_prune(self, config: PostPruneConfig | None = None) -> ModelWithGradiend:
-        """Prune the trained model now and write it back."""
-        config = config or self.args.post_prune_config
-        if config is None:
-            raise UserError("post_prune() has no configuration: pass one, or set post_prune_config.")
-        if not is_model_directory(self.model_path):
-            raise UserError(f"post_prune() finds no trained model at {self.model_path}: call train() first.")
-        model = self.session.load(self.model_path)
-        record = read_json(self.model_path / TRAINING)
-        post_prune(model, config, self.comm)
-        model.save_pretrained(self.model_path, training=record, comm=self.comm)
-        self._trained = model
-        return model
-
-    def get_training_stats(self, model_path: str | Path | None = None) -> dict[str, Any]:
-        """The record of a training run: `training_stats`, `losses`, `best_score_checkpoint` and the rest."""
-        path = Path(model_path) if model_path is not None else self.model_path
-        record: dict[str, Any] = read_json(path / TRAINING)
-        return record
-
-    def get_seed_report(self) -> dict[str, Any]:
-        report: dict[str, Any] = read_json(self.seed_runs_dir / SEED_REPORT)
-        return report
+class Evaluations(ModelOfExperiment):
+    """What can be asked of a trained model: evaluations, plots, records."""
 
     def evaluate_encoder(
         self,
@@ -357,6 +70,7 @@ class TextPredictionTrainer:
 
         With `experiment_dir`, the table and the result are written beside the model, and read again with `use_cache`
         while model, data and arguments are the same. `plot` draws the distributions (see `plot_encoder_distributions`).
+        All ranks call this.
         """
         require(plot or not plot_options, f"evaluate_encoder(): {', '.join(plot_options)} is not a known argument.")
         report = EncoderReport(
@@ -434,15 +148,15 @@ class TextPredictionTrainer:
         cap = self.config.decoder_eval_lms_max_samples
         options = GridOptions(
             feature_factors=feature_factors,
-            lrs=given(lrs, args.decoder_eval_lrs, LEARNING_RATES if scaling == "plain" else FINE_LEARNING_RATES),
+            lrs=first_given(lrs, args.decoder_eval_lrs, LEARNING_RATES if scaling == "plain" else FINE_LEARNING_RATES),
             part=part,
             scaling=scaling,
             split=split,
-            max_size_training_like=given(
+            max_size_training_like=first_given(
                 max_size_training_like, max_size, args.decoder_eval_max_size_training_like, cap
             ),
-            max_size_neutral=given(max_size_neutral, max_size, args.decoder_eval_max_size_neutral, cap),
-            eval_batch_size=given(eval_batch_size, args.eval_batch_size),
+            max_size_neutral=first_given(max_size_neutral, max_size, args.decoder_eval_max_size_neutral, cap),
+            eval_batch_size=first_given(eval_batch_size, args.eval_batch_size),
             training_like_df=training_like_df,
             neutral_df=neutral_df,
         )
@@ -451,51 +165,258 @@ class TextPredictionTrainer:
         results = grid.results(self.experiment_dir, use_cache=use_cache)
         policy = selector or default_policy(scaling)
         summary = summarize(results, metrics, policy, factors, summary_extractor, part=part, scaling=scaling)
-        found: dict[str, Any] = {**summary, "grid": results}
+        selected: dict[str, Any] = {**summary, "grid": results}
         if plot:
-            found["plot_path"] = self.plot_probability_shifts(found, **{"show": False, **plot_options})
-        return found
+            selected["plot_path"] = self.plot_probability_shifts(selected, **{"show": False, **plot_options})
+        return selected
 
     def evaluate(
         self, *, kwargs_encoder: dict[str, Any] | None = None, kwargs_decoder: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Both evaluations."""
+        """Both evaluations. All ranks call this."""
         return {
             "encoder": self.evaluate_encoder(**(kwargs_encoder or {})),
             "decoder": self.evaluate_decoder(**(kwargs_decoder or {})),
         }
 
-    def strengthening_factors(self) -> dict[str, float]:
-        """The feature factor that makes each target class more probable."""
-        first, second = self.data.target_classes
-        saved_at = self.saved_at()
-        if self._trained is None and saved_at is not None:  # no weight needs to be loaded for it
-            context = self.comm.first(f"reading {saved_at}", lambda: read_context(saved_at))
-            source, found = context["source"], context.get("feature_class_encoding_direction", {})
-        else:
-            model = self.get_model()
-            source, found = model.source, model.feature_class_encoding_direction
-        directions = {first: 1, second: -1, **found}
-        return {name: strengthening_factor(directions, source, name) for name in (first, second)}
+    def plot_encoder_distributions(
+        self,
+        encoder_df: pd.DataFrame | None = None,
+        output: str | Path | None = None,
+        *,
+        split: str = "test",
+        show: bool = False,
+        label_name_mapping: dict[str, str] | None = None,
+        img_format: str | None = None,
+    ) -> Path:
+        """Draw the encodings of each class, of each split that `encoder_df` has, and of neutral texts.
 
-    def classes_asked_for(self, target_class: str | Sequence[str] | None) -> list[str]:
-        if target_class is None:
-            return list(self.target_classes)
-        wanted = [target_class] if isinstance(target_class, str) else list(target_class)
-        for name in wanted:
-            require(
-                name in self.target_classes,
-                f"target_class={name!r} is not a target class: choose {' or '.join(self.target_classes)}.",
-            )
-        require(len(wanted) > 0, f"target_class is empty: choose {' or '.join(self.target_classes)}.")
-        return wanted
+        All ranks call this; rank 0 draws.
+        """
+        from gradiend_dist.report.figures import plot_encoder_distributions
 
-    def saved_at(self) -> Path | None:
-        """The directory that the current model is read from, if it is: as rank 0 sees it."""
-        if isinstance(self.model, ModelWithGradiend) and not self._has_trained:
-            return None
-        places = [Path(path) for path in (self.model_path, self.model) if isinstance(path, str | Path)]
-        return self.comm.decide(next((path for path in places if is_model_directory(path)), None))
+        if encoder_df is None:
+            encoder_df = self.evaluate_encoder(split, return_df=True)["encoder_df"]
+        return self._draw(
+            "encoder_distributions",
+            output,
+            img_format,
+            lambda path, image: plot_encoder_distributions(
+                encoder_df,
+                path,
+                target_classes=self.target_classes,
+                label_name_mapping=label_name_mapping,
+                show=show,
+                **image,
+            ),
+        )
+
+    def plot_probability_shifts(
+        self,
+        decoder_results: dict[str, Any] | None = None,
+        output: str | Path | None = None,
+        *,
+        show: bool = False,
+        label_name_mapping: dict[str, str] | None = None,
+        img_format: str | None = None,
+    ) -> Path:
+        """Draw the classes' probabilities and the language-model score over the grid, with the selected points.
+
+        All ranks call this; rank 0 draws.
+        """
+        from gradiend_dist.report.figures import plot_probability_shifts
+
+        results = decoder_results or self.evaluate_decoder(use_cache=True)
+        of_decoder = all(entry.get("part") == "decoder" for name, entry in results.items() if name in self.all_classes)
+        factors = self.strengthening_factors() if of_decoder else {}
+        return self._draw(
+            "decoder_probability_shifts",
+            output,
+            img_format,
+            lambda path, image: plot_probability_shifts(
+                results,
+                path,
+                target_classes=self.target_classes,
+                factors=factors,
+                on_other_class=self.config.decoder_eval_prob_on_other_class,
+                label_name_mapping=label_name_mapping,
+                show=show,
+                **image,
+            ),
+        )
+
+    def plot_training_convergence(
+        self,
+        output: str | Path | None = None,
+        *,
+        show: bool = True,
+        label_name_mapping: dict[str, str] | None = None,
+        img_format: str | None = None,
+        **options: Any,
+    ) -> Path:
+        """Draw loss, correlation and class means over the steps; returns the file. All ranks call this; rank 0 draws.
+
+        `show` opens a window or notebook cell as well, where there is a display, and does not wait for it.
+        """
+        from gradiend_dist.report.plots import plot_training_convergence
+
+        return self._draw(
+            "training_convergence",
+            output,
+            img_format,
+            lambda path, image: plot_training_convergence(
+                self.get_training_stats(),
+                path,
+                show=show,
+                label_name_mapping=label_name_mapping,
+                **{**image, **options},
+            ),
+        )
+
+    def _draw(
+        self,
+        name: str,
+        output: str | Path | None,
+        img_format: str | None,
+        draw: Callable[[str | Path, dict[str, Any]], Path],
+    ) -> Path:
+        """All ranks call this; rank 0 draws, to `output` or beside the results."""
+        img_format = img_format or self.config.img_format
+        path = output or self._root / f"{name}.{img_format}"
+        return self.comm.first(
+            "drawing", lambda: draw(path, {"img_format": img_format, "img_dpi": self.config.img_dpi})
+        )
+
+    def get_training_stats(self, model_path: str | Path | None = None) -> dict[str, Any]:
+        """The record of a training run: `training_stats`, `losses`, `best_score_checkpoint` and the rest.
+
+        No communication.
+        """
+        path = Path(model_path) if model_path is not None else self.model_path
+        record: dict[str, Any] = read_json(path / TRAINING)
+        return record
+
+    def get_seed_report(self) -> dict[str, Any]:
+        """The report on all seeds that were tried. No communication."""
+        report: dict[str, Any] = read_json(self.seed_runs_dir / SEED_REPORT)
+        return report
+
+
+class TextPredictionTrainer(Evaluations):
+    """Trains GRADIEND models for one feature of a text-prediction model.
+
+    `model` is a path or hub id of a base model, a saved GRADIEND model, or a `ModelWithGradiend`; the feature is given
+    by `data` and `target_classes`, or by a `TextPredictionConfig`; the rest are its fields by name.
+
+    All ranks make the trainer and call its methods together, unless a method says otherwise.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelWithGradiend,
+        run_id: str | None = None,
+        data: Any = None,
+        target_classes: Sequence[str] | None = None,
+        *,
+        config: TextPredictionConfig | None = None,
+        args: TrainingArguments | None = None,
+        training_args: TrainingArguments | None = None,
+        **fields: Any,
+    ) -> None:
+        require(args is None or training_args is None, "args and training_args are the same argument: pass only one.")
+        values = {"run_id": run_id, "data": data, "target_classes": list(target_classes) if target_classes else None}
+        values = {name: value for name, value in {**values, **fields}.items() if value is not None or name in fields}
+        if config is None:
+            config = from_mapping(TextPredictionConfig, values, "TextPredictionTrainer")
+        elif values:
+            config = dataclasses.replace(config, **values)
+        super().__init__(model, *joined_arguments(args or training_args or TrainingArguments(), config))
+        self.interrupt = Interrupt()
+        """Requests to stop; `gradiend_dist.train` lets it listen to signals."""
+
+    def train(
+        self,
+        output_dir: str | None = None,
+        *,
+        callbacks: Sequence[TrainerCallback] = (),
+        **overrides: Any,
+    ) -> TextPredictionTrainer:
+        """Train up to `max_seeds` seeds, promote the best to `model_path`, and write reports; returns self.
+
+        All ranks call this.
+        """
+        if output_dir is not None:
+            overrides["output_dir"] = output_dir
+        if overrides:
+            self._override(overrides)
+        self.check()
+        self._trained = None
+        wanted = training_fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
+        path = self.model_path
+        if self.comm.first(f"looking at {path}", lambda: reusable(path, wanted, self.args.reuses)):
+            logger.info("%s is reused: it was trained with the same arguments, model and data", path)
+            self._has_trained = True
+            return self
+        self._make_temporary_directory()
+        training = SeedTraining(self.args, self.inputs, self.places, wanted, callbacks, self.interrupt, self._facts)
+        results = training.run()
+        if self.args.only_seed is None:
+            self._has_trained = True
+            seeds.check_convergence(results, self.args)
+        return self
+
+    def _make_temporary_directory(self) -> None:
+        """All ranks call this. The directory is for this user alone, as results may be private."""
+        root, given = self._temporary, (self.args.output_dir, self.args.seed_runs_dir)
+        if root is None or self.experiment_dir is not None or None not in given:
+            return
+        self.comm.first("making a temporary directory", lambda: root.mkdir(mode=0o700, exist_ok=True))
+        logger.warning("experiment_dir is not set: results go to %s", root)
+
+    def _facts(self) -> dict[str, Any]:
+        """What trackers show of the run besides its numbers. No communication."""
+        feature = {item.name: getattr(self.config, item.name) for item in dataclasses.fields(self.config)}
+        plain = {name: value for name, value in feature.items() if not isinstance(value, pd.DataFrame | dict)}
+        return {
+            **plain,
+            **self.args.to_dict(),
+            "model": self.base_model_name,
+            "target_classes": list(self.target_classes),
+            "versions": provenance.versions(),
+            "git": provenance.git_hash(),
+            "hardware": provenance.hardware(),
+            **provenance.job(),
+        }
+
+    def check(self) -> None:
+        """Raise for all that is wrong and can be known before a weight is loaded; nothing is written.
+
+        No communication.
+        """
+        check_before_training(self.args, self.data)
+        _ = self.training_rows  # too few rows for an item are reported here
+        if self.experiment_dir is None and None in (self.args.output_dir, self.args.seed_runs_dir):
+            return  # a new temporary directory will hold nothing yet
+        seed_paths = [self.places.seed(self.args.first_seed + i, self.args) for i in range(self.args.max_seeds)]
+        for path in (self.model_path, *seed_paths):
+            check_replaceable(path)
+
+    def _override(self, overrides: dict[str, Any]) -> None:
+        names = [item.name for item in dataclasses.fields(self.args)]
+        for name in overrides:
+            require(name in names, f"train(): {name} is not a known argument: see TrainingArguments.")
+        # The two spellings of an argument hold the same value by now: overriding one must not conflict with the other.
+        twins = {
+            "train_batch_size": "base_gradient_batch_size",
+            "convergent_metric": "convergence_metric",
+            "convergent_score_threshold": "convergence_threshold",
+        }
+        for one, other in [*twins.items(), *((b, a) for a, b in twins.items())]:
+            if one in overrides:
+                overrides.setdefault(other, overrides[one])
+        self.args = dataclasses.replace(self.args, **overrides)
+        self._choose_temporary_directory()
+        self._forget()
 
     def rewrite_base_model(
         self,
@@ -518,6 +439,7 @@ class TextPredictionTrainer:
         decoder's vector and `scaling` to plain. With `output_dir` the changed model is saved there, in the dtype of the
         base model's files or in `dtype`, with tokenizer and model card; on several ranks, rank 0 does that and returns
         the model, the others None. A list of classes gives a list of models, saved in directories of their names.
+        All ranks call this.
         """
         if not isinstance(target_class, str) and target_class is not None:
             several: dict[str, Any] = {
@@ -546,99 +468,41 @@ class TextPredictionTrainer:
         point = chosen_point(self, decoder_results, target_class, increase_target_probabilities, *asked)
         return rewritten_model(self, point, output_dir, dtype=dtype, max_shard_size=max_shard_size)
 
-    def plot_encoder_distributions(
-        self,
-        encoder_df: pd.DataFrame | None = None,
-        output: str | Path | None = None,
-        *,
-        split: str = "test",
-        show: bool = False,
-        label_name_mapping: dict[str, str] | None = None,
-        img_format: str | None = None,
-    ) -> Path:
-        """Draw the encodings of each class, of each split that `encoder_df` has, and of neutral texts."""
-        from gradiend_dist.report.figures import plot_encoder_distributions
+    def pre_prune(self, config: PrePruneConfig | None = None, *, inplace: bool = True) -> ModelWithGradiend:
+        """Prune the untrained model now; with `inplace` the next `train()` uses the pruned space.
 
-        if encoder_df is None:
-            encoder_df = self.evaluate_encoder(split, return_df=True)["encoder_df"]
-        img_format = img_format or self.config.img_format
-        output = output or self._root() / f"encoder_distributions.{img_format}"
-        return self._drawn(
-            lambda: plot_encoder_distributions(
-                encoder_df,
-                output,
-                target_classes=self.target_classes,
-                label_name_mapping=label_name_mapping,
-                img_format=img_format,
-                img_dpi=self.config.img_dpi,
-                show=show,
-            )
-        )
-
-    def plot_probability_shifts(
-        self,
-        decoder_results: dict[str, Any] | None = None,
-        output: str | Path | None = None,
-        *,
-        show: bool = False,
-        label_name_mapping: dict[str, str] | None = None,
-        img_format: str | None = None,
-    ) -> Path:
-        """Draw the classes' probabilities and the language-model score over the grid, with the selected points."""
-        from gradiend_dist.report.figures import plot_probability_shifts
-
-        results = decoder_results or self.evaluate_decoder(use_cache=True)
-        of_decoder = all(entry.get("part") == "decoder" for name, entry in results.items() if name in self.all_classes)
-        factors = self.strengthening_factors() if of_decoder else {}
-        img_format = img_format or self.config.img_format
-        output = output or self._root() / f"decoder_probability_shifts.{img_format}"
-        return self._drawn(
-            lambda: plot_probability_shifts(
-                results,
-                output,
-                target_classes=self.target_classes,
-                factors=factors,
-                on_other_class=self.config.decoder_eval_prob_on_other_class,
-                label_name_mapping=label_name_mapping,
-                img_format=img_format,
-                img_dpi=self.config.img_dpi,
-                show=show,
-            )
-        )
-
-    def _drawn(self, draw: Callable[[], Path]) -> Path:
-        """One rank draws."""
-        return self.comm.first("drawing", draw)
-
-    def plot_training_convergence(
-        self,
-        output: str | Path | None = None,
-        *,
-        show: bool = True,
-        label_name_mapping: dict[str, str] | None = None,
-        img_format: str | None = None,
-        **options: Any,
-    ) -> Path:
-        """Draw loss, correlation and class means over the steps; returns the file.
-
-        `show` opens a window or notebook cell as well, where there is a display, and does not wait for it.
+        All ranks call this.
         """
-        from gradiend_dist.report.plots import plot_training_convergence
+        config = config or self.args.pre_prune_config
+        if config is None:
+            raise UserError("pre_prune() has no configuration: pass one, or set pre_prune_config.")
+        inputs = self.inputs
+        by_items = inputs.prunes_by_items(config)
+        space = inputs.pruned_by_items(config) if by_items else inputs.pre_pruned(config, self.args.data_seed)
+        model = self.session.new_model(space, self.args.first_seed)
+        if inplace:
+            self.model = self._trained = model
+            self.session.space = space
+            self.args = dataclasses.replace(self.args, pre_prune_config=None)
+            self.session.args = self.args
+        return model
 
-        img_format = img_format or self.config.img_format
-        output = output or self._root() / f"training_convergence.{img_format}"
-        return plot_training_convergence(
-            self.get_training_stats(),
-            output,
-            show=show,
-            label_name_mapping=label_name_mapping,
-            img_format=img_format,
-            img_dpi=options.pop("img_dpi", self.config.img_dpi),
-            **options,
-        )
+    def post_prune(self, config: PostPruneConfig | None = None) -> ModelWithGradiend:
+        """Prune the trained model now and write it back. All ranks call this."""
+        config = config or self.args.post_prune_config
+        if config is None:
+            raise UserError("post_prune() has no configuration: pass one, or set post_prune_config.")
+        if not is_model_directory(self.model_path):
+            raise UserError(f"post_prune() finds no trained model at {self.model_path}: call train() first.")
+        model = self.session.load(self.model_path)
+        record = read_json(self.model_path / TRAINING)
+        post_prune(model, config, self.comm)
+        model.save_pretrained(self.model_path, training=record, comm=self.comm)
+        self._trained = model
+        return model
 
 
-def given(*values: Any) -> Any:
+def first_given(*values: Any) -> Any:
     """The first one that is not None."""
     return next((value for value in values if value is not None), None)
 
@@ -655,5 +519,3 @@ def check_before_training(args: TrainingArguments, data: FeatureData) -> None:
     placement_of(args)
     if args.optim == "adamw_8bit":
         import_bitsandbytes()
-    rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
-    make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=args.behaviour.reference_data)

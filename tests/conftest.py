@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 
 # Before the first import of a library that reads them.
@@ -10,6 +11,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -22,16 +24,40 @@ from gradiend_dist import demo
 torch.set_num_threads(1)
 
 
+LAUNCHES = Path(__file__).parent / "distributed"
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For pytest-xdist: a file stays on one worker, which makes its fixtures once. All files that launch ranks stay on
+    one, too: two launches at a time could run into their time limits. They take longest and go first."""
+    items.sort(key=lambda item: LAUNCHES not in item.path.parents)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("launches" if LAUNCHES in item.path.parents else str(item.path)))
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A directory that all workers of a test run share: the first one fills it, the others wait."""
+    own = factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"shared_{name}"
+    with open(shared.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not shared.exists():
+            make(shared.with_suffix(".partial"))
+            shared.with_suffix(".partial").rename(shared)
+    return shared
+
+
 @pytest.fixture(scope="session")
 def masked_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a BERT that knows he, she and they; shared by all tests, so never write to it."""
-    return demo.build_masked_lm(tmp_path_factory.mktemp("masked_lm"))
+    return made_once(tmp_path_factory, "masked_lm", demo.build_masked_lm)
 
 
 @pytest.fixture(scope="session")
 def causal_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a GPT-2 that knows he, she and they; shared by all tests, so never write to it."""
-    return demo.build_causal_lm(tmp_path_factory.mktemp("causal_lm"))
+    return made_once(tmp_path_factory, "causal_lm", demo.build_causal_lm)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer
 from gradiend_dist.demo import feature_data
 from gradiend_dist.evaluation.encoder_report import EncoderReport
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.training.history import SeedRun
 from gradiend_dist.training.loop import TrainingLoop
 
 PRUNE = PrePruneConfig(n_samples=8, topk=0.05, source="diff")
@@ -109,13 +110,17 @@ def test_train__one_process_two_hash_seeds_same_bytes(masked_lm: Path, tmp_path:
         " pre_prune_config=PrePruneConfig(n_samples=4, topk=0.05))\n"
         "TextPredictionTrainer(sys.argv[1], data=feature_data(), target_classes=['M', 'F'], args=args).train()"
     )
-    found = []
-    for hash_seed in ("1", "2"):
-        out = tmp_path / hash_seed
-        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        subprocess.run([sys.executable, "-c", script, str(masked_lm), str(out)], env=env, check=True, timeout=120)
-        found.append((out / "model" / "model.safetensors").read_bytes())
-    assert found[0] == found[1]
+    # Both at the same time: most of it is the start of Python.
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(masked_lm), str(tmp_path / hash_seed)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        )
+        for hash_seed in ("1", "2")
+    ]
+    assert [process.wait(200) for process in started] == [0, 0]
+    first, second = ((tmp_path / seed / "model" / "model.safetensors").read_bytes() for seed in ("1", "2"))
+    assert first == second
 
 
 def test_seeds__in_lockstep_equal_in_sequence(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
@@ -294,17 +299,16 @@ def test_callbacks__hugging_faces_early_stopping_works(masked_lm: Path, feature_
 def test_not_finite__stops_before_the_optimizer_and_names_the_item(
     masked_lm: Path, feature_frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gather, models = TrainingLoop._gather, []
+    take_step, models = SeedRun.step, []
 
-    def poisoned(self: TrainingLoop, numbers: list[list[int]]) -> Any:
-        batches, names = gather(self, numbers)
-        models.append({n: t.clone() for n, t in self.runs[0].model.gradiend.state_dict().items()})
+    def poisoned(self: SeedRun, step: int, batches: Any, *rest: Any) -> None:
+        models.append({n: t.clone() for n, t in self.model.gradiend.state_dict().items()})
         if len(models) == 3:
-            batches[0].target[0, 5] = float("nan")  # type: ignore[index]
-            models.append(self.runs[0].model)
-        return batches, names
+            batches[0].target[0, 5] = float("nan")
+            models.append(self.model)
+        take_step(self, step, batches, *rest)
 
-    monkeypatch.setattr(TrainingLoop, "_gather", poisoned)
+    monkeypatch.setattr(SeedRun, "step", poisoned)
     trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1, do_eval=False)
     with pytest.raises(UserError, match=r"not finite at step 3 of seed 0 .* item \d+ \((M→F|F→M), rows"):
         trainer.train()

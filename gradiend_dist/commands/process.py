@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from gradiend_dist.distributed.comm import Comm, PeerError, PeerLost, is_lost_peer
+from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Interrupt, Preempted
 from gradiend_dist.distributed.launch import launched
+from gradiend_dist.distributed.peers import PeerError, PeerLost, is_lost_peer
 from gradiend_dist.errors import UserError, first_line, print_line
 from gradiend_dist.storage.files import write_text
 
@@ -69,32 +70,32 @@ class Process:
         try:
             comm = launched(timeout).comm
             code = work(interrupt)
-            comm.farewell()
+            comm.leave()
             return code, None, "finished" if comm.is_first else ""
         except UserError as error:
             interrupt.ignore()
-            return 2, f"error: {error}" if comm.speaks() else None, "refused"
+            return 2, f"error: {error}" if comm.peers.may_report() else None, "refused"
         except PeerError:
             interrupt.ignore()
             return 1, None, ""
         except PeerLost as lost:
             interrupt.ignore()
-            return 1, comm.last_words(lost), "lost"
+            return 1, comm.peers.describe_loss(lost), "lost"
         except Preempted as stop:
             interrupt.ignore()
             return self._words_on_preemption(stop, comm)
         except (torch.OutOfMemoryError, MemoryError) as error:
             interrupt.ignore()
             words = f"out of memory ({first_line(error)}): {self.memory_remedy}"
-            return 1, words if comm.speaks() else None, "failed"
+            return 1, words if comm.peers.may_report() else None, "failed"
         except RuntimeError as error:
             if comm.is_alone or not is_lost_peer(error):
-                comm.speaks()
+                comm.peers.may_report()
                 raise
             interrupt.ignore()
-            return 1, comm.last_words(PeerLost("exchanging weights or gradients")), "lost"
+            return 1, comm.peers.describe_loss(PeerLost("exchanging weights or gradients")), "lost"
         except BaseException:
-            comm.speaks()  # the traceback tells; the other ranks need not
+            comm.peers.may_report()  # the traceback tells; the other ranks need not
             raise
 
     def _words_on_preemption(self, stop: Preempted, comm: Comm) -> tuple[int, str | None, str]:
@@ -103,8 +104,8 @@ class Process:
         by_user = stop.signum == signal.SIGINT
         if stop.step is None:
             words = f"{name}: {self.kept}"
-            return (130 if by_user else 128 + stop.signum), words if comm.speaks() else None, "stopped"
-        comm.farewell()
+            return (130 if by_user else 128 + stop.signum), words if comm.peers.may_report() else None, "stopped"
+        comm.leave()
         words = f"{name}: the state after step {stop.step} is saved; the same command goes on from there"
         return (130 if by_user else 0), words if comm.is_first else None, "stopped"
 

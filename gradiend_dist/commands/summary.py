@@ -7,12 +7,11 @@ from typing import Any
 
 from gradiend_dist.commands.plan import Forecast
 from gradiend_dist.commands.tables import percent, table
-from gradiend_dist.data.schedule import cap_per_group, make_schedule
 from gradiend_dist.engines.spread import Spread
 from gradiend_dist.storage.files import read_json
 from gradiend_dist.storage.layout import SEED_REPORT
 from gradiend_dist.trainer import TextPredictionTrainer
-from gradiend_dist.training.history import Plan
+from gradiend_dist.training.history import StepPlan
 from gradiend_dist.training.seeds import explained_at_best, judge
 
 
@@ -21,9 +20,8 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
     from gradiend_dist.distributed.devices import free_bytes
 
     args, data = trainer.args, trainer.data
-    rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
-    schedule = make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=args.behaviour.reference_data)
-    steps = Plan.of(args, schedule)
+    schedule = trainer.training_rows.schedule
+    steps = StepPlan.of(args, schedule)
     from gradiend_dist.commands.plan import gib
 
     spread = Spread.of(args)

@@ -121,10 +121,12 @@ def run(command: Command, interrupt: Interrupt) -> int:
     trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
     if command.args.select_only and comm.is_first and trainer.experiment_dir is not None:
         write_text(trainer.experiment_dir / RUN_CONFIG, resolved(command))
-    if comm.is_first and command.args.only_seed is not None:
-        print(report.one_seed(trainer))
-    elif comm.is_first:
-        plot = trainer.plot_training_convergence(show=False) if draws else None
+    if command.args.only_seed is not None:
+        if comm.is_first:
+            print(report.one_seed(trainer))
+        return 0
+    plot = trainer.plot_training_convergence(show=False) if draws else None
+    if comm.is_first:
         if not draws:
             logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')
         print(report.results(trainer, plot))

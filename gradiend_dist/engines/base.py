@@ -73,16 +73,17 @@ class EngineState:
     """Weights, moments and step counts by name."""
 
     cut: dict[str, Tensor]
-    """Their first dimension is this rank's part of n."""
+    """Their first dimension is n: this rank's slices of it."""
     same: dict[str, Tensor]
     """Few numbers, the same on every rank."""
 
 
 class Engine(ABC):
-    """One GRADIEND model in training, wherever its weights are. Every method is called by all ranks together."""
+    """One GRADIEND model in training, wherever its weights are. All ranks call every method together."""
 
+    model: ParamMappedGradiendModel
     slices: Slices
-    """Which entries of a gradient this rank hands to `step` and `encode`."""
+    """Which entries of a gradient this rank hands to `step`."""
 
     @abstractmethod
     def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
@@ -94,20 +95,16 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def encode(self, source: Tensor) -> Tensor:
-        """Encodings [k, m] of gradients [k, n], on every rank."""
-
-    @abstractmethod
     def flip(self, *, with_decoder_bias: bool) -> None:
         """Turn the latent axis around. With the decoder bias: as the reference does, moments left as they are."""
 
-    @abstractmethod
     def encoding_model(self) -> GradiendModel:
-        """The weights that `evaluation` encodes with: the rank's part, or the whole of it on every rank."""
+        """The weights that `evaluation` encodes with: the rank's slices, or the whole of them on every rank."""
+        return self.model
 
-    @abstractmethod
     def weights(self) -> ParamMappedGradiendModel:
-        """This rank's part of the weights as they are now, for reading: all ranks' parts together are the model."""
+        """This rank's slices of the weights as they are now, for reading: those of all ranks together are the model."""
+        return self.model
 
     def state(self) -> EngineState | None:
         """All that the next step depends on, as the tensors themselves: loading writes into them.
@@ -121,4 +118,5 @@ class Engine(ABC):
         raise NotImplementedError
 
     def load_own(self, directory: Path) -> None:
+        """Go on from what `save_own` wrote."""
         raise NotImplementedError

@@ -36,9 +36,6 @@ ONLY_VALUES: dict[str, Any] = {
 }
 
 
-# --- the configuration
-
-
 def resolve_config(accelerator: Accelerator, options: StepOptions, world_size: int) -> dict[str, Any]:
     """What DeepSpeed is started with: the user's configuration, checked, and what follows from the run's arguments."""
     plugin = accelerator.deepspeed_plugin

@@ -13,9 +13,9 @@ from gradiend_dist.errors import UserError
 
 
 class Optimizer(ABC):
-    """Updates weights chunk by chunk within one step: `begin`, then `update` once for every part of every weight.
+    """Updates weights chunk by chunk within one step: `begin`, then `update` once for every chunk of every weight.
 
-    Weights are dense and cut along their first dimension: the kernels take plain memory.
+    No communication. Weights are dense and cut along their first dimension: the kernels take plain memory.
     """
 
     can_be_cut: bool
@@ -94,11 +94,11 @@ class FusedAdam(Optimizer):
             self.moments[index].neg_()
 
     def state(self) -> dict[str, Tensor]:
-        found = {"num_steps": self.num_steps}
+        state = {"num_steps": self.num_steps}
         for index, tensors in enumerate(zip(self.weights, self.moments, self.second_moments, strict=True)):
             for kind, tensor in zip(("weight", "moment", "second_moment"), tensors, strict=True):
-                found[f"{index}.{kind}"] = tensor
-        return found
+                state[f"{index}.{kind}"] = tensor
+        return state
 
 
 class EightBitAdam(Optimizer):

@@ -1,8 +1,8 @@
 """How the work is spread over processes: one engine for each way of launching. Accelerate's configuration chooses.
 
-one process                placed   encoder, decoder and base on the documented devices
-MULTI_GPU, MULTI_CPU       sliced   every rank a range of n; the base whole on each, rows split
-FSDP                       sliced   every rank its shards of the base, and the same part of n
+one process                placed   encoder, decoder and base on the documented devices: one slice, all of n
+MULTI_GPU, MULTI_CPU       sliced   every rank a slice of n; the base whole on each, rows split
+FSDP                       sliced   every rank its shards of the base, and the same slices of n
 DEEPSPEED                  zero     encoder and decoder in a DeepSpeed engine; the base whole on each, rows split
 """
 
@@ -20,7 +20,8 @@ from gradiend_dist.distributed.devices import Placement, placement_of
 from gradiend_dist.distributed.fsdp import shard_model, shard_of
 from gradiend_dist.distributed.launch import Launch, launched
 from gradiend_dist.engines.base import Engine, StepOptions
-from gradiend_dist.engines.sliced import PlacedEngine, SlicedEngine
+from gradiend_dist.engines.sliced import SlicedEngine
+from gradiend_dist.engines.zero import ZeroEngine
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Slices
@@ -41,6 +42,7 @@ class Spread:
 
     @classmethod
     def of(cls, args: TrainingArguments) -> Spread:
+        """What the launch and these arguments ask for. All ranks call this: the first call joins them."""
         launch = launched(args.ddp_timeout)
         if launch.engine == "placed":
             placement = placement_of(args)
@@ -65,8 +67,8 @@ class Spread:
     def comm(self) -> Comm:
         return self.launch.comm
 
-    def settle(self, base_model: nn.Module, space: ParameterSpace) -> tuple[Spread, nn.Module]:
-        """Put the base model where it belongs: on its device, or in shards on all of them."""
+    def place_base_model(self, base_model: nn.Module, space: ParameterSpace) -> tuple[Spread, nn.Module]:
+        """Put the base model where it belongs: on its device, or in shards on all of them. All ranks call this."""
         if not self.launch.shards_base:
             return self, base_model.to(self.placement.base_model)
         plugin = self.launch.accelerator.state.fsdp_plugin
@@ -76,7 +78,7 @@ class Spread:
         return Spread(self.launch, self.placement, shards), sharded
 
     def training_slices(self, space: ParameterSpace) -> list[Slices]:
-        """What each rank owns of a vector over this space."""
+        """What each rank owns of a vector over this space while it trains. No communication."""
         ranks = range(self.comm.world_size)
         if self.launch.engine == "zero":
             return [Slices.whole(space.size) for _ in ranks]
@@ -88,7 +90,10 @@ class Spread:
         return self.training_slices(space)[self.comm.rank]
 
     def inference_slices(self, space: ParameterSpace) -> list[Slices]:
-        """What each rank owns of a model that is not being trained: pruned, encoded with, written."""
+        """What each rank owns of a model that is not being trained: pruned, encoded with, written.
+
+        No communication.
+        """
         if self.launch.engine == "zero":
             return [Slices.even(space.size, rank, self.comm.world_size) for rank in range(self.comm.world_size)]
         return self.training_slices(space)
@@ -100,10 +105,7 @@ class Spread:
         return self.shards[self.comm.rank] if self.shards else None
 
     def make_engine(self, model: ParamMappedGradiendModel, options: StepOptions) -> Engine:
+        """The engine of this launch, for a model that holds `own_training_slices`. All ranks call this."""
         if self.launch.engine == "zero":
-            from gradiend_dist.engines.zero import ZeroEngine
-
             return ZeroEngine(model, options, self.comm, self.launch.accelerator)
-        if self.launch.engine == "sliced":
-            return SlicedEngine(model, options, self.comm)
-        return PlacedEngine(model, options)
+        return SlicedEngine(model, options, self.comm)

@@ -182,7 +182,7 @@ def whole_curvature(session: Session, config: TextPredictionConfig, space: Param
     for rank, slices in enumerate(slices_by_rank):
         if rank and slices.size:
             own = comm.receive(torch.empty(slices.size), rank)
-        for here, there in slices.mapped():
+        for here, there in slices.range_pairs():
             whole[there] = own[here]
     return whole
 

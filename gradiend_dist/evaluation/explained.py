@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gradiend_dist.engines.sliced import CHUNK, CHUNK_ON_GPU, affine, encode_slices, square
+from gradiend_dist.engines.chunks import affine, chunks, square
+from gradiend_dist.engines.sliced import encode_slices
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.gradients.sketch import Sketch
 from gradiend_dist.gradients.store import GradientSource
@@ -67,13 +68,11 @@ class HeldOut:
             latent = label.reshape(1, 1).to(target)
         else:
             source = self._own(model, vectors[self.source]).unsqueeze(0)
-            latent = encode_slices(model, source, lambda sums: sums if model.slices.is_whole else self.comm.total(sums))
+            latent = encode_slices(model, source, self.comm)
         latent, bias = latent.to(target), model.decoder_bias_vector
         activation: nn.Module = model.decoder[1]
         found = torch.zeros((), dtype=torch.float64, device=target.device)
-        size = CHUNK_ON_GPU if target.device.type == "cuda" else CHUNK
-        for start in range(0, len(target), size):
-            chunk = slice(start, start + size)
+        for chunk in chunks(len(target), target.device):
             decoded = affine(latent, model.decoder_weight[chunk], None if bias is None else bias[chunk])
             found += square(activation(decoded)[0] - target[chunk])
         return found

@@ -167,7 +167,7 @@ class DecoderGrid:
         shards = self.session.spread.own_shards()
         space = self.model.gradiend.space
         scaling = scaling_in_place(self.options.scaling, self.session, self.config, space)
-        weights = space.active() if shards is None else space.within(shards)
+        weights = space.active() if shards is None else space.weights_of_shards(shards)
         size = 1 if shards is not None else self.comm.world_size
         bar = tqdm(total=len(points), desc="decoder grid", unit="point", disable=None if self.comm.is_first else True)
         with bar, InPlace(base_model, weights, self._vectors(), scaling) as moved:

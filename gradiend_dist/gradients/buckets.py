@@ -86,11 +86,11 @@ class Direct(Destination):
 
 @dataclass(frozen=True)
 class Cargo:
-    """What is sent at once: a range of a bucket, and whose parts it is."""
+    """What is sent at once: a range of a bucket, and which entries of it are whose."""
 
     where: slice
     sizes: tuple[int, ...]
-    """Entries of each rank: parts ascend with the ranks, so these lie one behind the other."""
+    """Entries of each rank: slices ascend with the ranks, so these lie one behind the other."""
     own: tuple[slice, ...]
     """Where this rank's entries go in its own vector, in their order."""
 
@@ -134,7 +134,7 @@ def _runs(positions: list[tuple[int, int]], size: int, start: int, stop: int) ->
 
 def _overlap(slices: Slices, start: int, stop: int) -> Iterator[slice]:
     """Where a range of the space is in a rank's own vector."""
-    for own, there in slices.mapped():
+    for own, there in slices.range_pairs():
         low, high = max(there.start, start), min(there.stop, stop)
         if low < high:
             shift = own.start - there.start
@@ -264,7 +264,7 @@ class Reduced(Destination):
 
     def _land(self) -> None:
         cargo, received, handle = self._flying.popleft()
-        with self.comm.telling("gradients"):
+        with self.comm.exchanging("gradients"):
             handle.wait()
         rows = received.view(1, -1) if self.num_items == 1 else received[: self.num_items]
         for item, entries in enumerate(rows):

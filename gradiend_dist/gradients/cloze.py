@@ -20,9 +20,6 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.model.base import built_causal, is_causal, longest_input
 from gradiend_dist.space import backbone_module
 
-# Longest input of the reference, whatever the model allows.
-REFERENCE_MAX_LENGTH = 256
-
 
 @dataclass(frozen=True)
 class Cloze:

@@ -67,7 +67,7 @@ def _loss_derivatives(
 
 
 def _moving_weights(base: BaseGradients, direction: Tensor) -> dict[str, Tensor]:
-    """The base weights, each with its part of the direction as tangent."""
+    """The base weights, each with its share of the direction as tangent."""
     moving = {}
     for weight, parameter, indices in base.weights:
         selected = direction[weight.offset : weight.stop].to(parameter.device, parameter.dtype)

@@ -27,7 +27,7 @@ MULTIPLIED_TOGETHER = 2**18
 
 
 class Sketch:
-    """`count` vectors over a space, each rank knowing its part; 4 bytes x `count` x min(part, SKETCH) on each rank."""
+    """`count` vectors over a space, each rank its slices; 4 bytes x `count` x min(their size, SKETCH) per rank."""
 
     def __init__(self, count: int, slices: Slices, comm: Comm, device: torch.device) -> None:
         self.slices, self.comm = slices, comm
@@ -35,11 +35,11 @@ class Sketch:
         self.values = torch.zeros(count, SKETCH if self.folds else slices.size, device=device)
 
     def put(self, number: int, vector: Tensor) -> None:
-        """This rank's part of a vector, each number once; the vector may be overwritten afterwards."""
+        """This rank's slices of a vector, once; the vector may be overwritten afterwards. No communication."""
         if not self.folds:
             self.values[number] = vector
             return
-        for own, there in self.slices.mapped():
+        for own, there in self.slices.range_pairs():
             start = there.start
             while start < there.stop:
                 block, first = divmod(start, SKETCH)
@@ -49,18 +49,18 @@ class Sketch:
                 own, start = slice(entries.stop, own.stop), stop
 
     def gram(self, names: Sequence[str], kind: str) -> Tensor:
-        """[count, count] inner products in float64, on the host, the same on every rank.
+        """[count, count] inner products in float64, on the host, the same on every rank. All ranks call this.
 
         A vector that is not finite is told by its name: nothing that follows could.
         """
-        found = self._products()
-        finite = found.diagonal().isfinite()
+        products = self._products()
+        finite = products.diagonal().isfinite()
         if not finite.all():
             raise UserError(
                 f"The {kind} gradient of {names[int(finite.int().argmin())]} is not finite: check the base model's "
                 "weights and these rows, or leave out fp16 if it is set."
             )
-        return found
+        return products
 
     def _products(self) -> Tensor:
         whole = self.values

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradiend_dist.gradients.base import BaseGradients, Collect
+from gradiend_dist.gradients.base import AddToVectors, BaseGradients
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.storage.files import explained
@@ -158,7 +158,7 @@ class GradientSource:
             if not self.store.has_room(size * len(together)) and self.store.directory is None:
                 return
             vectors = [{kind: self.base.empty() for kind in kinds} for _ in together]
-            self.base.compute_round(together, kinds, Collect(vectors))
+            self.base.compute_round(together, kinds, AddToVectors(vectors))
             for item, found in zip(together, vectors, strict=True):
                 for kind in kinds:
                     self.store.put(item.key, kind, found[kind])

@@ -59,8 +59,8 @@ class Projection(nn.Module):
 class GradiendModel(nn.Module):
     """Encoder and decoder without any knowledge of a base model.
 
-    With `slices`, the tensors hold that part of the n entries alone: what one of several ranks owns. A part encodes
-    nothing by itself; the engines add up what the parts contribute.
+    With `slices`, the tensors hold those of the n entries alone: what one of several ranks owns. Slices encode nothing
+    by themselves; the engines add up what they contribute. No method communicates.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GradiendModel(nn.Module):
         self.activation_encoder, self.activation_decoder = activation_encoder, activation_decoder
         self.bias_decoder = bias_decoder
         self.slices = slices or Slices.whole(input_dim)
-        assert self.slices.total == input_dim, f"a part of {self.slices.total} entries for n = {input_dim}"
+        assert self.slices.total == input_dim, f"slices of {self.slices.total} entries for n = {input_dim}"
         width = self.slices.size
         encoder_at, decoder_at = device_encoder or device or "cpu", device_decoder or device or "cpu"
         self.encoder = nn.Sequential(
@@ -120,11 +120,11 @@ class GradiendModel(nn.Module):
                 self._draw(bias, draw_bound, 1, generator)
 
     def _draw(self, into: Tensor, bound: float, width: int, generator: torch.Generator | None) -> float:
-        """Draw n x width numbers in (-bound, bound), keep this part's; returns the largest of all."""
+        """Draw n x width numbers in (-bound, bound), keep those of the slices; returns the largest of all."""
         largest = -math.inf
         pieces = [
             (slice(own.start * width, own.stop * width), there.start * width, there.stop * width)
-            for own, there in self.slices.mapped()
+            for own, there in self.slices.range_pairs()
         ]
         for start in range(0, self.input_dim * width, DRAWN_TOGETHER):
             stop = min(start + DRAWN_TOGETHER, self.input_dim * width)
@@ -220,7 +220,7 @@ class GradiendModel(nn.Module):
 
     @torch.no_grad()
     def _keep_entries(self, keep: Tensor) -> None:
-        """Shrink encoder columns, decoder rows and decoder bias to these entries (own positions, of a part)."""
+        """Shrink encoder columns, decoder rows and decoder bias to these entries (positions among the rank's own)."""
         encoder, decoder = self.encoder_linear, self.decoder_linear
         encoder.weight = nn.Parameter(encoder.weight.data[:, keep.to(encoder.weight.device)].clone())
         at_decoder = keep.to(decoder.weight.device)
@@ -285,16 +285,7 @@ class ParamMappedGradiendModel(GradiendModel):
 
     def keep_entries(self, keep: Tensor) -> None:
         """Shrink weights and space to these positions of the space."""
-        own = keep
-        if not self.slices.is_whole:
-            owned = [keep[slice(*torch.searchsorted(keep, torch.tensor(ends)).tolist())] for ends in self.slices.ranges]
-            own = torch.cat(
-                [
-                    mine - there.start + here.start
-                    for mine, (here, there) in zip(owned, self.slices.mapped(), strict=True)
-                ]
-            )
-        self._keep_entries(own)
+        self._keep_entries(keep if self.slices.is_whole else self.slices.local(keep))
         self.slices = self.slices.after(keep)
         self.space = self.space.select(keep)
         self.input_dim = keep.numel()

@@ -82,6 +82,15 @@ def _is_running(process: str) -> bool:
     return process.isdigit() and psutil.pid_exists(int(process)) and int(process) != os.getpid()
 
 
+def link_tree(source: Path, target: Path) -> None:
+    """A copy that shares its files with the source, which are never changed in place; a real one where it must be."""
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+
+
 def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with explained(path):

@@ -115,7 +115,7 @@ def content_hash(model: GradiendModel, comm: Comm) -> str:
     sums = []
     for tensor, width in tensors:
         total = torch.zeros((), dtype=torch.int64)
-        for own, there in slices.mapped():
+        for own, there in slices.range_pairs():
             for start in range(own.start * width, own.stop * width, _HASHED):
                 stop = min(start + _HASHED, own.stop * width)
                 place = torch.arange(start, stop) + (there.start - own.start) * width

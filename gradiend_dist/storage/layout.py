@@ -27,6 +27,8 @@ STATE_RUN = "run.json"
 STATE_SPACE = "space.safetensors"
 STATE_COMPLETE = "complete.json"
 STATE_PROGRESS = "progress.json"
+STATE_ZERO = "zero"
+STATE_ZERO_FACTS = "zero.json"
 SAVE_TRIGGER = "SAVE_STATE"
 
 # A rewritten model.

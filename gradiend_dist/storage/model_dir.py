@@ -28,8 +28,17 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import INT32_MAX, ParameterSpace, Slices
-from gradiend_dist.storage.files import explained, make_partial, read_json, replace_directory, write_json
+from gradiend_dist.storage.files import (
+    explained,
+    link_tree,
+    make_partial,
+    new_directory,
+    read_json,
+    replace_directory,
+    write_json,
+)
 from gradiend_dist.storage.layout import CONTEXT, INDICES, MASKS, MODEL_CONFIG, TOKENIZER, TRAINING, WEIGHTS
+from gradiend_dist.storage.visibility import everyone_sees
 from gradiend_dist.storage.weight_file import read_weights, write_weights
 
 
@@ -84,7 +93,7 @@ def save_model(
 ) -> None:
     """Write a model directory; what stood there before stays until the new one is complete.
 
-    With `comm`, all ranks call this together, each with its part of the weights.
+    With `comm`, all ranks call this together, each with its slices of the weights.
     """
     comm, path = comm or Comm(), Path(path)
     partial = comm.first(f"preparing {path}", lambda: _prepare(path))
@@ -122,6 +131,20 @@ def _complete(
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial / TOKENIZER)
         replace_directory(partial, path)
+
+
+def link_model(source: Path, path: Path, *, training: dict[str, Any], tokenizer: Any = None) -> None:
+    """A model directory with the weights of another, which stays, and a record of its own. Rank 0 alone.
+
+    The files are shared where the file system can: no weight is read or written.
+    """
+    check_replaceable(path)
+    with new_directory(path) as directory:
+        directory.rmdir()
+        link_tree(source, directory)
+        write_json(directory / TRAINING, training)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, directory / TOKENIZER)
 
 
 def _save_tokenizer(tokenizer: Any, path: Path) -> None:
@@ -198,10 +221,10 @@ def load_gradiend(
     With `comm`, all ranks call this together; with `slices`, each reads only what that gives of the space.
     """
     comm, path = comm or Comm(), Path(path)
-    everyone_sees = comm.everyone_sees(path / MODEL_CONFIG)
-    read_here = everyone_sees or comm.is_first
+    all_see_it = everyone_sees(path / MODEL_CONFIG, comm)
+    read_here = all_see_it or comm.is_first
     architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
-    if not everyone_sees:
+    if not all_see_it:
         architecture, space = comm.decide((architecture, space))
     model = _empty_gradiend(architecture, space, slices=None if slices is None else slices(space), **devices)
     if not model.slices.is_whole:
@@ -256,7 +279,10 @@ def _read_architecture(path: Path) -> tuple[dict[str, Any], ParameterSpace]:
 
 
 def restore_weights(gradiend: GradiendModel, path: Path, comm: Comm | None = None) -> None:
-    """Read the weights of a model directory of ours into a model of the same space, or into a part of it."""
+    """Read the weights of a model directory of ours into a model of the same space, or into slices of it.
+
+    With `comm`, all ranks call this together.
+    """
     try:
         read_weights(gradiend, path / WEIGHTS, comm or Comm())
     except (SafetensorError, OSError) as error:

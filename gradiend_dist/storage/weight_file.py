@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.model.gradiend import GradiendModel
+from gradiend_dist.storage.visibility import everyone_sees, is_shared
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -49,9 +50,9 @@ def shapes(model: GradiendModel) -> dict[str, tuple[int, ...]]:
 
 
 def pieces(model: GradiendModel) -> Iterator[Piece]:
-    """What this part owns of the file, as views of its tensors; the encoder's bias is the same on every rank."""
+    """What this rank owns of the file, as views of its tensors; the encoder's bias is the same on every rank."""
     n, m = model.input_dim, model.latent_dim
-    for own, there in model.slices.mapped():
+    for own, there in model.slices.range_pairs():
         for row in range(m):
             yield Piece("encoder.0.linear.weight", row * n + there.start, model.encoder_weight[row, own])
         yield Piece("decoder.0.linear.weight", there.start * m, model.decoder_weight[own].reshape(-1))
@@ -62,9 +63,9 @@ def pieces(model: GradiendModel) -> Iterator[Piece]:
 
 
 def write_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
-    """Write the file at `path`, whose directory exists for rank 0; complete on return."""
+    """Write the file at `path`, whose directory exists for rank 0; complete on return. All ranks call this."""
     offsets = comm.first(f"laying out {path.name}", lambda: _lay_out(model, path))
-    if comm.shares(path.parent):
+    if is_shared(path.parent, comm):
         _write(path, pieces(model), offsets)
         comm.meet(f"writing {path.name}")
         return
@@ -129,12 +130,12 @@ def _write_at(descriptor: int, block: Tensor, offset: int) -> None:
 
 
 def read_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
-    """Fill the model, or this rank's part of one, from a file of its whole; tensors are read by ranges.
+    """Fill the model, or this rank's slices of one, from a file of its whole; tensors are read by ranges.
 
-    Ranks that do not see the file get their ranges from rank 0.
+    All ranks call this. Ranks that do not see the file get their ranges from rank 0.
     """
     mine = list(pieces(model))
-    if comm.everyone_sees(path):
+    if everyone_sees(path, comm):
         with safe_open(str(path), framework="pt") as file:
             assert sorted(file.keys()) == sorted(shapes(model)), f"{path} holds another model"
             for piece in mine:

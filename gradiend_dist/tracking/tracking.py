@@ -26,8 +26,9 @@ from accelerate import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
 from gradiend_dist.config.arguments import TrainingArguments
-from gradiend_dist.distributed.comm import Comm, PeerError, PeerLost
+from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Preempted
+from gradiend_dist.distributed.peers import PeerError, PeerLost
 from gradiend_dist.errors import NotFinite, UserError
 from gradiend_dist.report.records import read_rows
 from gradiend_dist.storage.files import explained, jsonable, write_text

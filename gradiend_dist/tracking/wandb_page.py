@@ -42,7 +42,10 @@ _unreachable: list[str] = []
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """What the client raises for a service, a network, a disk or a helper process that fails it."""
+    """What the client raises for a service, a network, a disk or a helper process that fails it.
+
+    Some have no public name: pyproject.toml bounds the client's version, and a test imports them.
+    """
     import wandb
     from wandb.sdk.lib.asyncio_manager import AlreadyJoinedError
     from wandb.sdk.lib.service.service_token import WandbServiceConnectionError

@@ -19,7 +19,7 @@ from gradiend_dist.config.checks import require
 from gradiend_dist.config.fields import documented
 from gradiend_dist.distributed.clock import SECTIONS
 from gradiend_dist.errors import UserError
-from gradiend_dist.tracking.alerts import ALERTS
+from gradiend_dist.tracking.alerts import alert_table
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import LinePlot, PanelTypes
@@ -224,11 +224,6 @@ def health() -> list[PanelTypes]:
         lines("Gradient norm, logarithmic", "grad_norm", log_y=True),
         wr.MarkdownPanel(markdown=alert_table()),
     ]
-
-
-def alert_table() -> str:
-    rows = [f"| `{kind}` | {meaning} | {remedy} |" for kind, (meaning, remedy) in ALERTS.items()]
-    return "\n".join(["| alert | what it means | what to do |", "|---|---|---|", *rows])
 
 
 def lines(title: str, series: str, *, pattern: str = "", **how: Any) -> LinePlot:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 from torch import Tensor
 
+from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.groups.evaluation import ITEMS_OF_A_SIDE
 from gradiend_dist.config.pruning import PrePruneConfig
 from gradiend_dist.data.schedule import Schedule, cap_per_group, make_schedule
+from gradiend_dist.data.table import FeatureData
 from gradiend_dist.evaluation.encoder import EncoderEvaluation
 from gradiend_dist.evaluation.explained import HeldOut
 from gradiend_dist.gradients.items import Item, ItemRows
 from gradiend_dist.gradients.store import GradientSource, GradientStore
 from gradiend_dist.session import Session
 from gradiend_dist.space import ParameterSpace
+from gradiend_dist.training.gradient_batches import gradients_fit
+from gradiend_dist.training.history import StepPlan
 from gradiend_dist.training.pruning import pre_prune, pre_prune_by_items, top_over_ranks
 from gradiend_dist.training.spectral import SpectralStart, draw_items
 
@@ -24,13 +29,28 @@ from gradiend_dist.training.spectral import SpectralStart, draw_items
 BYTES_PER_ENTRY_AND_SEED = 36
 
 
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of training and their order, the same for all seeds: known before any weight is loaded."""
+
+    rows: pd.DataFrame
+    schedule: Schedule
+    """Which rows make which gradient item, in which order."""
+
+    @classmethod
+    def of(cls, args: TrainingArguments, data: FeatureData) -> TrainingRows:
+        """No communication: all ranks make the same."""
+        rows = cap_per_group(data.rows("train"), args.train_max_size, column="feature_class_id", seed=args.data_seed)
+        reference = args.behaviour.reference_data
+        return cls(rows, make_schedule(rows, args.train_batch_size, seed=args.data_seed, reference=reference))
+
+
 class TrainingInputs:
     """The inputs of all seeds of a run, each made once. All ranks make and ask them in the same order."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, session: Session, training: TrainingRows) -> None:
+        self.session, self.training = session, training
         self._items: ItemRows | None = None
-        self._schedule: Schedule | None = None
         self._kept: GradientSource | None = None
         self._evaluations: dict[tuple[str, int | None], EncoderEvaluation] = {}
 
@@ -48,33 +68,23 @@ class TrainingInputs:
         return self._evaluations[key]
 
     def training_rows(self) -> pd.DataFrame:
-        rows = self.session.data.rows("train")
-        return cap_per_group(
-            rows, self.session.args.train_max_size, column="feature_class_id", seed=self.session.args.data_seed
-        )
+        return self.training.rows
 
     def training_items(self) -> ItemRows:
-        """The training rows, tokenized once for all seeds."""
+        """The training rows, tokenized once for all seeds. No communication."""
         if self._items is None:
-            self._items = ItemRows(self.training_rows(), self.session.objective)
+            self._items = ItemRows(self.training.rows, self.session.objective)
         return self._items
 
-    def schedule(self) -> Schedule:
-        """Which training rows make which gradient item: the same for all seeds."""
-        if self._schedule is None:
-            self._schedule = make_schedule(
-                self.training_items().rows,
-                self.session.args.train_batch_size,
-                seed=self.session.args.data_seed,
-                reference=self.session.args.behaviour.reference_data,
-            )
-        return self._schedule
+    def plan(self) -> StepPlan:
+        """The steps of every seed. No communication."""
+        return StepPlan.of(self.session.args, self.training.schedule)
 
     def spectral_items(self, seed: int) -> tuple[list[Item], list[float]]:
         """The items of training that `seed` draws for a closed form, and the class that the encoder sees in each."""
-        return self._drawn(self.schedule(), self.training_items(), self.session.args.spectral_items, seed)
+        return self._draw(self.training.schedule, self.training_items(), self.session.args.spectral_items, seed)
 
-    def _drawn(self, schedule: Schedule, rows: ItemRows, count: int, seed: int) -> tuple[list[Item], list[float]]:
+    def _draw(self, schedule: Schedule, rows: ItemRows, count: int, seed: int) -> tuple[list[Item], list[float]]:
         batches = [schedule.batches[number] for number in draw_items(schedule, rows.labels, count, seed)]
         labels = [self.session.args.seen_label(rows.labels[int(batch[0])]) for batch in batches]
         return [rows.item(batch) for batch in batches], labels
@@ -94,7 +104,7 @@ class TrainingInputs:
         size = min(args.train_batch_size, max(1, fewest // ITEMS_OF_A_SIDE))
         schedule, table = make_schedule(rows, size, seed=args.data_seed), ItemRows(rows, self.session.objective)
         count = ITEMS_OF_A_SIDE * len(set(table.labels))
-        items, labels = self._drawn(schedule, table, count, args.data_seed)
+        items, labels = self._draw(schedule, table, count, args.data_seed)
         source = None if args.supervised_decoder else args.source
         return HeldOut(self.session.gradients(space), items, labels, source, args.target)
 
@@ -131,7 +141,7 @@ class TrainingInputs:
         kinds = list(dict.fromkeys((config.source, *args.trained_kinds)))
         one_pass = (
             spread.launch.engine != "zero"  # its ranks train on whole gradients, and prune by parts of them
-            and 4 * base.largest_slices * len(kinds) * len(items) <= self.session.store_bytes()
+            and gradients_fit(len(kinds) * len(items), base.largest_slices, self.session.store_bytes())
         )
         if known is not None and not one_pass:
             return known
@@ -140,8 +150,8 @@ class TrainingInputs:
             wide.prepare(items, kinds)
 
         def gradient(item: Item) -> Tensor:
-            found = wide.get(item, kinds if one_pass else [config.source], keep=one_pass)[config.source]
-            return found.clone() if one_pass else found
+            vector = wide.get(item, kinds if one_pass else [config.source], keep=one_pass)[config.source]
+            return vector.clone() if one_pass else vector  # it will be overwritten
 
         if known is None:
             keep = pre_prune_by_items(base, gradient, items, labels, config, args.behaviour)
@@ -149,26 +159,26 @@ class TrainingInputs:
             keep = known.positions_in(self.session.space)
         space = known or self.session.space.select(keep)
         if one_pass:
-            self._take_over(wide, items, space, keep)
+            self._store_kept_entries(wide, items, space, keep)
         return space
 
-    def _take_over(self, wide: GradientSource, items: Sequence[Item], space: ParameterSpace, keep: Tensor) -> None:
+    def _store_kept_entries(
+        self, wide: GradientSource, items: Sequence[Item], space: ParameterSpace, keep: Tensor
+    ) -> None:
         """Put what a pruned space keeps of these gradients into its store, each rank its part."""
         narrow, own = self.session.gradients(space), wide.base.slices.local(keep).to(wide.base.device)
         before, after = [slices.after(keep) for slices in wide.base.slices_by_rank], narrow.base.slices_by_rank
         for item in items:
             for kind, vector in wide.get(item, self.session.args.trained_kinds, keep=True).items():
                 kept = vector[own]
-                if not (
-                    self.session.comm.is_alone or self.session.spread.shards
-                ):  # shards of a base model stay where they are
+                # Shards of a base model stay where they are.
+                if not (self.session.comm.is_alone or self.session.spread.shards):
                     kept = self.session.comm.redistribute(kept, before, after)
                 narrow.store.put(item.key, kind, kept)
 
-    def seeds_fit_together(self, space: ParameterSpace, num_seeds: int) -> bool:
+    def seeds_fit_together(self, largest_slice: int, num_seeds: int) -> bool:
         """May all seeds' weights and moments be in memory at once? Half of what is free is left alone."""
-        largest = max(slices.size for slices in self.session.spread.training_slices(space))
-        needed = num_seeds * largest * BYTES_PER_ENTRY_AND_SEED
+        needed = num_seeds * largest_slice * BYTES_PER_ENTRY_AND_SEED
         devices = dict.fromkeys((self.session.placement.encoder, self.session.placement.decoder))
         return all(needed / len(devices) < self.session.free_on_every_rank(device) / 2 for device in devices)
 

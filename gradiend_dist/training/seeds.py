@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import shutil
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from typing import Any
 
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.errors import UserError
-from gradiend_dist.storage.files import explained, new_directory
-from gradiend_dist.storage.layout import MODEL_FILES
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ def _judge_loss(best: dict[str, Any], args: TrainingArguments) -> Verdict:
     return Verdict(loss <= threshold, loss, None, f"loss {loss:.4g}, threshold {threshold:.4g}")
 
 
-def _is_of_use(record: dict[str, Any]) -> bool:
+def _is_trained(record: dict[str, Any]) -> bool:
     """Are the weights of the best step more than random? At step 0 only those that were solved for are."""
     step = record["best_score_checkpoint"]["global_step"]
     return step is not None and (step > 0 or "spectral" in record["training_stats"])
@@ -97,7 +94,7 @@ def _judge_correlation(record: dict[str, Any], args: TrainingArguments, *, signe
     assert threshold is not None, "TrainingArguments sets a threshold for the correlation"
     min_abs_mean = min((abs(mean) for mean in means), default=None)
     mean_threshold = _mean_threshold(args)
-    if not _is_of_use(record):
+    if not _is_trained(record):
         return Verdict(False, correlation, min_abs_mean, "no trained step was evaluated as best")
     score = correlation if signed else abs(correlation)
     if score < threshold:
@@ -115,7 +112,7 @@ def _mean_threshold(args: TrainingArguments) -> float | None:
     return None if args.convergent_metric == "loss" else args.convergent_mean_by_class_threshold
 
 
-def enough(results: list[SeedResult], args: TrainingArguments) -> str | None:
+def reason_to_stop(results: list[SeedResult], args: TrainingArguments) -> str | None:
     """Why no further seed is needed, or None."""
     count = sum(result.verdict.converged for result in results)
     if args.min_convergent_seeds is None or count < args.min_convergent_seeds:
@@ -168,7 +165,7 @@ def seed_report(results: list[SeedResult], args: TrainingArguments) -> dict[str,
         "best_seed": best.seed,
         "best_selection_score": score,
         "best_seed_selection_strategy": strategy,
-        "early_stop_reason": enough(results, args),
+        "early_stop_reason": reason_to_stop(results, args),
         "runs": [_report_entry(result, args) for result in results],
     }
 
@@ -216,7 +213,7 @@ def _finite(value: float | None) -> float | None:
 
 def convergence_info(verdicts: list[Verdict], args: TrainingArguments, verdict: Verdict) -> dict[str, Any]:
     """What training.json says of convergence: the verdicts that count, and the one on the model beside it."""
-    count, required, alone = sum(found.converged for found in verdicts), args.min_convergent_seeds, len(verdicts) == 1
+    count, required, alone = sum(one.converged for one in verdicts), args.min_convergent_seeds, len(verdicts) == 1
     one_is_enough = alone or args.behaviour.one_converged_is_enough
     return {
         "converged": required is None or count >= (1 if one_is_enough else required),
@@ -290,30 +287,6 @@ def _overlap(top: dict[int, frozenset[int]], paths: dict[int, str], args: Traini
         "pairwise_jaccard_std": statistics.pstdev(jaccards),
         "pairwise_overlap_rows": rows,
     }
-
-
-def promote(source: Path, destination: Path) -> None:
-    """Copy a finished model directory; the old promoted one stays until the copy is complete."""
-    with new_directory(destination) as directory:
-        shutil.copytree(source, directory, dirs_exist_ok=True)
-
-
-def strip_models(results: list[SeedResult], args: TrainingArguments) -> None:
-    """Delete the model files of the seeds that are not to be kept; records and statistics stay."""
-    for result in results:
-        # best_only: the best one was copied to the promoted model, no seed's own files are needed.
-        kept = args.saved_seed_runs == "all_tried" or (
-            args.saved_seed_runs == "all_convergent" and result.verdict.converged
-        )
-        if not kept or args.delete_models:
-            strip_model(result.output)
-
-
-def strip_model(path: Path) -> None:
-    with explained(path):
-        for name in MODEL_FILES:
-            (path / name).unlink(missing_ok=True)
-        shutil.rmtree(path / "tokenizer", ignore_errors=True)
 
 
 def check_convergence(results: list[SeedResult], args: TrainingArguments) -> None:

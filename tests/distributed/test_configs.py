@@ -31,14 +31,13 @@ TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_file(masked_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("configs")
-    model = demo.build_masked_lm(root / "model")
     (root / "data").mkdir()
     for name, frame in demo.feature_data().items():
         frame.to_csv(root / "data" / f"{name}.csv", index=False)
     values = {
-        "model": str(model),
+        "model": str(masked_lm),
         "data": str(root / "data"),
         "target_classes": ["M", "F"],
         "params": ["*layer.0*"],

@@ -21,15 +21,14 @@ RATES = ["5", "0.5", "0.1", "0.02", "0.001"]
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(masked_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("grid")
-    demo.build_masked_lm(root / "model", steps=60)
     (root / "data").mkdir()
     for name, frame in demo.feature_data().items():
         if name != "N":
             frame.to_csv(root / "data" / f"{name}.csv", index=False)
     values = {
-        "model": str(root / "model"), "data": str(root / "data"), "target_classes": ["M", "F"], "max_steps": 20,
+        "model": str(masked_lm), "data": str(root / "data"), "target_classes": ["M", "F"], "max_steps": 20,
         "experiment_dir": str(root / "run"), "train_batch_size": 8, "eval_steps": 10, "max_seeds": 1,
         "learning_rate": 1e-3, "pre_prune_config": {"n_samples": 4, "topk": 0.31, "source": "diff"},
     }  # fmt: skip

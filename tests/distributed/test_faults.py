@@ -3,9 +3,12 @@ clear message, nothing that was promoted is damaged, and the same command goes o
 
 from __future__ import annotations
 
+import importlib
 import json
+import operator
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,16 +36,15 @@ PAUSE = 0.4
 
 
 @pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_file(masked_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two seeds, 14 steps each, over 1 % more than a tenth of a small model; state after every fourth step."""
     root = tmp_path_factory.mktemp("faults")
-    model = demo.build_masked_lm(root / "model")
     data = root / "data"
     data.mkdir()
     for name, frame in demo.feature_data().items():
         frame.to_csv(data / f"{name}.csv", index=False)
     values = {
-        "model": str(model),
+        "model": str(masked_lm),
         "data": str(data),
         "target_classes": ["M", "F"],
         "pre_prune_config": {"n_samples": 4, "topk": 0.11, "source": "diff"},
@@ -173,35 +175,47 @@ def expected(run_file: Path) -> dict[str, Any]:
     return result_of(output)
 
 
+STEP = "gradiend_dist.training.loop:TrainingLoop._step"
+STORED = "gradiend_dist.storage.weight_file:_write"
+NOT_FINITE = "gradiend_dist.engines.sliced:SlicedEngine.step"
+FULL_DISKS = (STORED, "gradiend_dist.training.state:_files")
+
+
 def fault(at: str, call: int, rank: int = 1, when: str = "before", do: str = "kill") -> dict[str, Any]:
     return {"rank": rank, "at": at, "call": call, "when": when, "do": do}
 
 
 POINTS = {
-    "pre-pruning": fault("gradiend_dist.gradients:BaseGradients.compute", 2),
-    "after pre-pruning": fault("gradiend_dist.state:StateKeeper.keep_space", 1, rank=0, when="after"),
+    "pre-pruning": fault("gradiend_dist.gradients.base:BaseGradients.compute", 2),
+    "after pre-pruning": fault(
+        "gradiend_dist.training.unfinished_run:UnfinishedRun.keep_space", 1, rank=0, when="after"
+    ),
     "evaluation at step 0": fault("gradiend_dist.evaluation.encoder:encode_items", 1),
-    "middle of an epoch": fault("gradiend_dist.loop:TrainingLoop._step", 7),
-    "before any state": fault("gradiend_dist.loop:TrainingLoop._step", 3, rank=0),
-    "while a state is staged": fault("gradiend_dist.state:StateKeeper._save_engines", 2),
-    "before a state is complete": fault("gradiend_dist.state:StateKeeper._complete", 2, rank=0),
-    "after a state is complete": fault("gradiend_dist.state:StateKeeper._complete", 1, rank=0, when="after"),
-    "while the best is written": fault("gradiend_dist.weight_file:_write", 2),
-    "before the best is in place": fault("gradiend_dist.checkpoint:replace_directory", 2, rank=0),
-    "between two renames": fault("gradiend_dist.files:Path.rename", 3, rank=0, when="after"),
-    "second seed": fault("gradiend_dist.loop:TrainingLoop._step", 24),
-    "seed trained, not marked": fault("gradiend_dist.state:StateKeeper.seed_is_done", 1, rank=0),
-    "promoted, not reported": fault("gradiend_dist.seeds:promote", 1, rank=0, when="after"),
-    "promoted, not cleared": fault("gradiend_dist.seeds:strip_models", 1, rank=0, when="after"),
-    "before the state is removed": fault("gradiend_dist.state:StateKeeper.close", 1, rank=0),
+    "middle of an epoch": fault(STEP, 7),
+    "before any state": fault(STEP, 3, rank=0),
+    "while a state is staged": fault("gradiend_dist.training.state:start_saving", 2),
+    "before a state is complete": fault("gradiend_dist.training.state:StateKeeper._complete", 2, rank=0),
+    "after a state is complete": fault("gradiend_dist.training.state:StateKeeper._complete", 1, rank=0, when="after"),
+    "while the best is written": fault(STORED, 2),
+    "before the best is in place": fault("gradiend_dist.storage.model_dir:replace_directory", 2, rank=0),
+    "between two renames": fault("gradiend_dist.storage.files:Path.rename", 3, rank=0, when="after"),
+    "second seed": fault(STEP, 24),
+    "seed trained, not marked": fault("gradiend_dist.training.state:StateKeeper.finish_seeds", 1, rank=0),
+    "promoted, not reported": fault("gradiend_dist.training.promotion:promote", 1, rank=0, when="after"),
+    "promoted, not cleared": fault("gradiend_dist.training.promotion:strip_models", 1, rank=0, when="after"),
+    "before the state is removed": fault("gradiend_dist.training.state:StateKeeper.close", 1, rank=0),
 }
-BY_DEFAULT = ("middle of an epoch",)
 
 
-@pytest.mark.parametrize(
-    "point",
-    [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in POINTS],
-)
+def test_points__are_functions_of_the_package():
+    """The runs that are killed there are slow: a function that was renamed shows here."""
+    places = [*(point["at"] for point in POINTS.values()), STEP, NOT_FINITE, *FULL_DISKS]
+    for module, _, path in (place.partition(":") for place in places):
+        assert callable(operator.attrgetter(path)(importlib.import_module(module)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
 def test_kill__the_same_command_gives_the_same_result(point, run_file, expected, tmp_path):
     output = tmp_path / "run"
     first = Launched(run_file, output, POINTS[point])
@@ -219,8 +233,46 @@ def one_line(text: str) -> str:
     return lines[0]
 
 
+def test_everything__happens_to_one_run(run_file, expected, tmp_path):
+    """NaN on one rank, a full disk, a killed rank, a signal, then peace; and from the state after the signal also with
+    another number of ranks. Each ends with its sentence, and the result is that of the undisturbed run. One run for
+    all, because the start of ranks is what takes time; below, and slow, each has a run of its own."""
+    output, other = tmp_path / "run", tmp_path / "other"
+    for point, sentence in (
+        (fault(NOT_FINITE, 6, rank=0, do="nan"), "not finite at step 6 of seed 0"),
+        (fault(STORED, 2, do="full"), "No space left on device"),
+        (fault(STEP, 7), "rank 1 is gone or does not answer"),
+    ):
+        launched = Launched(run_file, output, point)
+        assert launched.wait() != 0
+        assert sentence in one_line(launched.text)
+        assert "]: Traceback" not in launched.text, launched.text  # of a rank; the launcher has one of its own
+    launched = Launched(run_file, output, None, pause=PAUSE)
+    launched.wait_for(r"seed 0 step 12/")
+    os.kill(launched.process.pid, signal.SIGTERM)
+    launched.wait()
+    step = saved_step(launched)
+    shutil.copytree(output, other)
+    again = Launched(run_file, output, None)
+    assert again.wait() == 0, again.text
+    assert f"going on after step {step}" in again.text
+    assert_same(result_of(output), expected)
+    assert not list(output.rglob(".*")), "nothing half-written is left"
+    alone = Launched(run_file, other, None, ranks=1)
+    assert alone.wait() == 0, alone.text
+    assert f"going on after step {step}" in alone.text
+    assert close(result_of(other), expected) < 2e-4  # see test_other_world_size
+
+
+def saved_step(launched: Launched) -> str:
+    found = re.search(r"the state after step (\d+) is saved; the same command goes on", one_line(launched.text))
+    assert found is not None, launched.text
+    return found[1]
+
+
+@pytest.mark.slow
 def test_killed_rank__is_named(run_file, tmp_path):
-    launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.loop:TrainingLoop._step", 5))
+    launched = Launched(run_file, tmp_path / "run", fault(STEP, 5))
     assert launched.wait() != 0
     assert "rank 1 is gone or does not answer" in one_line(launched.text)
 
@@ -228,17 +280,16 @@ def test_killed_rank__is_named(run_file, tmp_path):
 @pytest.mark.slow
 def test_silent_rank__is_given_up_after_the_timeout(run_file, tmp_path):
     start = time.monotonic()
-    launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.loop:TrainingLoop._step", 5, do="stop"))
+    launched = Launched(run_file, tmp_path / "run", fault(STEP, 5, do="stop"))
     assert launched.wait() != 0
     assert "rank 1 is gone or does not answer" in one_line(launched.text)
     assert time.monotonic() - start < ANSWER_WITHIN + 100
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_not_a_number__ends_the_run_with_the_step_and_the_rows(rank, run_file, tmp_path):
-    launched = Launched(
-        run_file, tmp_path / "run", fault("gradiend_dist.engines.sliced:SlicedEngine.step", 6, rank, do="nan")
-    )
+    launched = Launched(run_file, tmp_path / "run", fault(NOT_FINITE, 6, rank, do="nan"))
     assert launched.wait() != 0
     line = one_line(launched.text)
     assert "not finite at step 6 of seed 0" in line and "rows" in line
@@ -246,17 +297,16 @@ def test_not_a_number__ends_the_run_with_the_step_and_the_rows(rank, run_file, t
 
 @pytest.mark.slow
 def test_unexpected_exception__is_shown_once_and_ends_all_ranks(run_file, tmp_path):
-    launched = Launched(run_file, tmp_path / "run", fault("gradiend_dist.loop:TrainingLoop._step", 6, do="raise"))
+    launched = Launched(run_file, tmp_path / "run", fault(STEP, 6, do="raise"))
     assert launched.wait() != 0
     assert launched.text.count("RuntimeError: something that nobody expects") == 1
     assert "gradiend-dist train:" not in launched.text
 
 
-@pytest.mark.parametrize(
-    "at", ["gradiend_dist.weight_file:_write", pytest.param("gradiend_dist.state:_files", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("at", FULL_DISKS)
 def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expected, tmp_path):
-    rank = 1 if "weight_file" in at else 0
+    rank = 1 if at == STORED else 0
     output = tmp_path / "run"
     launched = Launched(run_file, output, fault(at, 2, rank, do="full"))
     assert launched.wait() != 0
@@ -266,15 +316,16 @@ def test_full_disk__is_one_sentence_and_the_run_goes_on_later(at, run_file, expe
     assert_same(result_of(output), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "seed", "code"),
     [
         (signal.SIGTERM, 0, None),
         # These end the launcher, which does not know them: the ranks have to save without it and its store.
-        pytest.param(signal.SIGUSR1, 1, -signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR2, 0, -signal.SIGUSR2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, 0, -signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 1, None, marks=pytest.mark.slow),
+        (signal.SIGUSR1, 1, -signal.SIGUSR1),
+        (signal.SIGUSR2, 0, -signal.SIGUSR2),
+        (signal.SIGKILL, 0, -signal.SIGKILL),
+        (signal.SIGINT, 1, None),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -285,11 +336,10 @@ def test_signal_to_the_launcher__saves_and_the_same_command_goes_on(number, seed
     os.kill(launched.process.pid, number)
     ended = launched.wait()
     assert code is None or ended == code
-    found = re.search(r"the state after step (\d+) is saved; the same command goes on", one_line(launched.text))
-    assert found is not None, launched.text
+    step = saved_step(launched)
     again = Launched(run_file, output, None)
     assert again.wait() == 0, again.text
-    assert f"going on after step {found[1]}" in again.text
+    assert f"going on after step {step}" in again.text
     assert_same(result_of(output), expected)
 
 
@@ -310,7 +360,7 @@ def test_signal_to_single_node_sh__is_handed_on_to_every_rank(number, run_file, 
 def interrupted(run_file: Path, tmp_path: Path) -> Iterator[Callable[[], Launched]]:
     """A run that was killed at its twelfth step, and how to go on with it."""
     output = tmp_path / "run"
-    killed = Launched(run_file, output, fault("gradiend_dist.loop:TrainingLoop._step", 13), pause=PAUSE)
+    killed = Launched(run_file, output, fault(STEP, 13), pause=PAUSE)
     assert killed.wait() != 0
     assert len(list((output / "state").glob("step_*"))) == 2
     yield lambda: Launched(run_file, output, None)
@@ -349,14 +399,12 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max((found["weights"][name] - tensor).abs().max().item() for name, tensor in expected["weights"].items())
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(1, 2), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2), (2, 3)])
 def test_other_world_size__goes_on_to_the_same_result(before, after, run_file, expected, tmp_path):
     """The tolerance is that of float32 sums in another order, which Adam's first steps carry into single weights."""
     output = tmp_path / "run"
-    point = fault("gradiend_dist.loop:TrainingLoop._step", 12, rank=0)
+    point = fault(STEP, 12, rank=0)
     killed = Launched(run_file, output, point, ranks=before, pause=PAUSE)
     assert killed.wait() != 0
     launched = Launched(run_file, output, None, ranks=after)
@@ -373,7 +421,7 @@ def test_kill__holds_for_every_engine(config, run_file, tmp_path):
     """Each against its own uninterrupted run: bit for bit."""
     undisturbed = Launched(run_file, tmp_path / "undisturbed", None, config=config)
     assert undisturbed.wait() == 0, undisturbed.text
-    point = fault("gradiend_dist.loop:TrainingLoop._step", 26)
+    point = fault(STEP, 26)
     killed = Launched(run_file, tmp_path / "run", point, config=config, pause=PAUSE)
     assert killed.wait() != 0
     assert "rank 1 is gone or does not answer" in one_line(killed.text)
@@ -385,7 +433,7 @@ def test_kill__holds_for_every_engine(config, run_file, tmp_path):
 
 @pytest.mark.slow
 def test_zero__another_number_of_ranks_is_refused_with_the_remedy(run_file, tmp_path):
-    point = fault("gradiend_dist.loop:TrainingLoop._step", 12)
+    point = fault(STEP, 12)
     assert Launched(run_file, tmp_path / "run", point, config="zero1", pause=PAUSE).wait() != 0
     launched = Launched(run_file, tmp_path / "run", None, ranks=3, config="zero1")
     assert launched.wait() != 0

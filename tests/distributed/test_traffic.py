@@ -6,23 +6,19 @@ through torch.distributed.checkpoint in a thread of its own and is not seen; its
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from launching import FSDP, HERE, torchrun
-from ranks_launch import found
 from ranks_script import memory
+from together import found, traffic
 from traffic_script import BUCKET, KINDS
 
 from gradiend_dist.distributed.comm import Comm
 
 LAUNCHES = [
-    "sliced_2",
-    pytest.param("sliced_3", marks=pytest.mark.slow),
+    "sliced_3",
+    pytest.param("sliced_2", marks=pytest.mark.slow),
     pytest.param("fsdp_2", marks=pytest.mark.slow),
 ]
 # The latent; the loss and its derivative; the norms of the weights. Several items: also the norm of dWe, a mixture.
@@ -34,24 +30,10 @@ MARGIN = 0.02
 """Of peak memory: work areas that do not grow with n, and parts that differ by one."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wide enough that n numbers are far more than all else that is sent."""
-    directory, tokenizer = tmp_path_factory.mktemp("wide"), tiny.wordpiece_tokenizer()
-    tiny.base_model("bert", len(tokenizer), hidden_size=64, intermediate_size=93).save_pretrained(directory)  # type: ignore[operator]
-    tokenizer.save_pretrained(str(directory))
-    return directory
-
-
-@cache
-def launched(model: Path, name: str) -> list[dict[str, Any]]:
+def launched(name: str) -> list[dict[str, Any]]:
     """What each rank has counted."""
     kind, ranks = name.split("_")
-    results = model.parent / f"traffic_{name}"
-    results.mkdir()
-    environment = {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"} if kind == "fsdp" else None
-    torchrun(HERE / "traffic_script.py", model, results, ranks=int(ranks), environment=environment).require_success()
-    counted = [json.loads((results / f"rank_{rank}.json").read_text()) for rank in range(int(ranks))]
+    counted = traffic(name)
     assert all((one["ranks"], one["shards_base"]) == (int(ranks), kind == "fsdp") for one in counted)
     assert sum(one["part"] for one in counted) == counted[0]["n"]
     return counted
@@ -63,9 +45,9 @@ def named(seen: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("num_items", [1, 3])
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_step__moves_each_gradient_once_and_a_few_numbers(model: Path, launch: str, num_items: int) -> None:
+def test_step__moves_each_gradient_once_and_a_few_numbers(launch: str, num_items: int) -> None:
     """Fails by a second reduction, by a gather of anything, by a further round trip in a step."""
-    for rank in launched(model, launch):
+    for rank in launched(launch):
         seen = rank[f"{num_items} items"]
         gradients = named(seen["gradients"], "reduce_scatter_", "_reduce_scatter_base_")
         wanted = num_items * len(KINDS)
@@ -90,10 +72,10 @@ def test_step__moves_each_gradient_once_and_a_few_numbers(model: Path, launch: s
 
 @pytest.mark.parametrize("run", ["kept", "streamed"])
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_run__gathers_nothing_of_size_n(model: Path, launch: str, run: str) -> None:
+def test_run__gathers_nothing_of_size_n(launch: str, run: str) -> None:
     """Training, evaluations, checkpoints and the promoted model; gradients of evaluations are kept, or weighed as they
     arrive. Fails if weights or gradients are put together on a rank."""
-    for rank in launched(model, launch):
+    for rank in launched(launch):
         seen = rank[run]
         of_gradients = named(seen, "reduce_scatter_", "_reduce_scatter_base_", "alltoall_base_", "_allgather_base_")
         small = [one for one in seen if one not in of_gradients]
@@ -107,7 +89,7 @@ def test_run__gathers_nothing_of_size_n(model: Path, launch: str, run: str) -> N
             assert exchanged and all(one["received"] <= BUCKET for one in exchanged), "of all ranks together"
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_memory__of_a_rank_falls_as_the_number_of_ranks_grows(tmp_path: Path, ranks: int) -> None:
     """Weights, moments, x, y, all that a step, an evaluation and a saved file need. Fails if any is whole on a rank."""
     alone, shared = memory(Comm(), tmp_path), found(ranks, "memory")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks_launch import found, results
 from ranks_script import FILES, flat_space, new_model, write_files
 from safetensors.torch import load_file
+from together import found, of_ranks
 
 from gradiend_dist.distributed.comm import Comm
 
-RANKS = [2, 3]
+RANKS = [3, pytest.param(2, marks=pytest.mark.slow)]
 NAMES = [f"{name}.safetensors" for name in FILES]
 
 
@@ -38,7 +38,7 @@ def test_write_weights__is_what_safetensors_reads(alone: Path, name: str) -> Non
 def test_write_weights__same_bytes_on_any_number_of_ranks(alone: Path, ranks: int, how: str) -> None:
     """Parts of one range or of many, on a file system that all ranks share or, through rank 0, on one that they do not.
     Fails if a rank leaves a gap, writes at another's place, or leaves its token behind."""
-    directory = results(ranks) / how
+    directory = of_ranks(ranks) / how
     assert sorted(path.name for path in directory.iterdir()) == sorted(NAMES)
     differing = [name for name in NAMES if (directory / name).read_bytes() != (alone / name).read_bytes()]
     assert differing == []

@@ -16,81 +16,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import FSDP, HERE, ROOT, Ended, accelerate, python, torchrun
 from safetensors.torch import load_file
-from world_script import CASES, save_models
+from together import EVERY_DAY, LAUNCHES, trained
+from world_script import CASES
 
 TOLERANCE = 2e-5
-LIMIT = 480.0
 pytestmark = pytest.mark.timeout(1200)  # a test may be the first to ask for two launches
-SCRIPT = HERE / "world_script.py"
 LARGEST: dict[str, float] = {}
-# Of one launch: its name, and what it must be told to be.
-LAUNCHES: dict[str, dict[str, Any]] = {
-    "one_process": {"engine": "placed", "ranks": 1, "shards_base": False},
-    **{f"sliced_{ranks}": {"engine": "sliced", "ranks": ranks, "shards_base": False} for ranks in (2, 3, 4)},
-    **{f"fsdp_{ranks}": {"engine": "sliced", "ranks": ranks, "shards_base": True} for ranks in (2, 3)},
-    **{f"zero{stage}_2": {"engine": "zero", "ranks": 2, "shards_base": False} for stage in (1, 2, 3)},
-}
-# For every day: all cases on ranks of which some have no rows and some no entries, and a few in each other way.
-A_FEW = (
-    "pruned", "causal", "seeds_in_sequence", "nothing_kept", "kept_on_disk", "two_entries", "partly_kept", "refined",
-)  # fmt: skip
-EVERY_DAY = {"sliced_3": tuple(CASES), "fsdp_2": A_FEW}
 
 
 def marked() -> Iterator[Any]:
     for name in [launch for launch in LAUNCHES if launch != "one_process"]:
         for case in CASES:
             yield pytest.param(name, case, marks=[] if case in EVERY_DAY.get(name, ()) else pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("world_size")
-    save_models(directory / "models")
-    return directory
-
-
-@cache
-def launched(scratch: Path, name: str, cases: tuple[str, ...]) -> Path:
-    """The results of a launch that trains these cases."""
-    results = scratch / f"{name}_{len(cases)}"
-    results.mkdir()
-    start(name, scratch / "models", results, *cases).require_success()
-    found = json.loads((results / "found.json").read_text())
-    # As many single processes would agree with one perfectly.
-    assert found["launch"] == LAUNCHES[name]
-    return results
-
-
-def trained(scratch: Path, name: str, case: str) -> Path:
-    """The results of one case; those of every day in a launch of their own."""
-    if name == "one_process":
-        return launched(scratch, name, tuple(CASES)) / case
-    of_every_day = EVERY_DAY.get(name, ())
-    others = tuple(other for other in CASES if other not in of_every_day)
-    return launched(scratch, name, of_every_day if case in of_every_day else others) / case
-
-
-def start(name: str, models: Path, results: Path, *cases: str) -> Ended:
-    if name == "one_process":
-        return python(SCRIPT, models, results, *cases, limit=LIMIT)
-    ranks = LAUNCHES[name]["ranks"]
-    if name.startswith("zero"):
-        config = ROOT / "accelerate_configs" / f"{name.split('_')[0]}.yaml"
-        return accelerate(config, SCRIPT, models, results, *cases, ranks=ranks, limit=LIMIT)
-    # With 2 ranks rank 0 alone reads the files, with 3 each does.
-    fsdp = {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true" if ranks == 2 else "false"}
-    return torchrun(
-        SCRIPT, models, results, *cases, ranks=ranks, limit=LIMIT, environment=fsdp if "fsdp" in name else None
-    )
 
 
 # --- what a launch has found
@@ -187,10 +130,10 @@ def in_words(found: dict[str, float]) -> str:
 
 
 @pytest.mark.parametrize(("launch", "case"), marked())
-def test_case__has_the_result_of_one_process(scratch: Path, launch: str, case: str) -> None:
+def test_case__has_the_result_of_one_process(launch: str, case: str) -> None:
     """Fails by a sum without some rank, by a rank's own decision, by rows that count twice, by parts mixed up, and if
     the ranks do not find each other."""
-    one, many = (trained(scratch, name, case) for name in ("one_process", launch))
+    one, many = (trained(name, case) for name in ("one_process", launch))
     found = differences(numbers(many), numbers(one))
     print(f"{launch}, {case}, largest differences: {in_words(found)}")
     for kind, value in found.items():
@@ -209,19 +152,26 @@ def test_launches__largest_difference_of_each_kind() -> None:
     assert 0.0 < max(LARGEST.values()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "plain"])
-def test_case__is_about_something(scratch: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if name in EVERY_DAY["one_process"] else pytest.mark.slow)
+        for name in CASES
+        if name != "plain"
+    ],
+)
+def test_case__is_about_something(case: str) -> None:
     """A case whose option has no effect would be equal for no reason; one that is `like` another must be."""
     like = CASES[case].like
     kind = "losses" if CASES[case].args.get("max_steps") != 0 else "weights of the decoder"
-    ours, theirs = (numbers(trained(scratch, "one_process", name))[kind] for name in (case, like or "plain"))
+    ours, theirs = (numbers(trained("one_process", name))[kind] for name in (case, like or "plain"))
     apart = differences({kind: ours}, {kind: theirs})[kind]
     assert (apart <= TOLERANCE) == (like is not None), f"{kind} differ by {apart:.1e}"
 
 
-def test_cases__train(scratch: Path) -> None:
+def test_cases__train() -> None:
     """Equal starts would agree on any number of ranks: what is learnt must be seen, and what is kept must be used."""
-    one = trained(scratch, "one_process", "pruned")
+    one = trained("one_process", "pruned")
     scores = list(json.loads((one / "model" / "training.json").read_text())["training_stats"]["scores"].values())
     assert abs(scores[-1]) > 0.9 > abs(scores[0])
     found = json.loads((one.parent / "found.json").read_text())
@@ -229,11 +179,11 @@ def test_cases__train(scratch: Path) -> None:
     assert found["nothing_kept"]["kept"][0] == 0 < found["plain"]["kept"][0]
 
 
-def test_model__written_by_ranks_opens_in_the_reference(scratch: Path) -> None:
+def test_model__written_by_ranks_opens_in_the_reference() -> None:
     pytest.importorskip("gradiend")
     from gradiend.trainer.text.prediction.model_with_gradiend import TextPredictionModelWithGradiend
 
-    path = trained(scratch, "sliced_3", "pruned") / "model"
+    path = trained("sliced_3", "pruned") / "model"
     theirs = TextPredictionModelWithGradiend.from_pretrained(str(path)).gradiend.state_dict()
     ours = load_file(path / "model.safetensors")
     assert ours.keys() == theirs.keys()

@@ -1,18 +1,15 @@
 """Counts everything that ranks send each other while they train, evaluate and save: see test_traffic.py.
 
-    torchrun ... traffic_script.py MODEL RESULTS
-
-Every rank writes RESULTS/rank_<r>.json.
+Started by together_script.py. Every rank writes RESULTS/rank_<r>.json.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from world_script import PRONOUNS, TIMEOUT, frames
 
 from gradiend_dist import TextPredictionTrainer, TrainingArguments
-from gradiend_dist.distributed.launch import launched
+from gradiend_dist.distributed.launch import Launch
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
 from gradiend_dist.gradients import base as gradients
 from gradiend_dist.gradients.buckets import Buckets
@@ -96,20 +93,12 @@ def whole_run(model: str, results: Path, **changes: Any) -> list[dict[str, Any]]
     return counting.seen
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    model, results = sys.argv[1], Path(sys.argv[2])
-    gradients.Buckets = functools.partial(Buckets, size=BUCKET)  # type: ignore[misc, assignment]
-    launch = launched(float(TIMEOUT))
+def work(launch: Launch, model: str, results: Path) -> None:
+    """All ranks call this."""
     found = {"ranks": launch.comm.world_size, "shards_base": launch.shards_base}
-    found |= single_steps(model, results / "steps")
-    found["kept"] = whole_run(model, results / "kept")
-    found["streamed"] = whole_run(model, results / "streamed", gradient_store_gib=0.0, max_seeds=2)
+    with patch.object(gradients, "Buckets", functools.partial(Buckets, size=BUCKET)):
+        found |= single_steps(model, results / "steps")
+        found["kept"] = whole_run(model, results / "kept")
+        found["streamed"] = whole_run(model, results / "streamed", gradient_store_gib=0.0, max_seeds=2)
     (results / f"rank_{launch.comm.rank}.json").write_text(json.dumps(found))
     launch.comm.meet("writing results")
-    launch.comm.farewell()  # os._exit runs no exit handlers, and rank 0 must leave last
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

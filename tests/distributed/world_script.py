@@ -1,8 +1,6 @@
 """Trains every case, one after another, on however many ranks it was started: see test_world_size.py.
 
-    python world_script.py MODELS RESULTS [CASE ...]
-
-MODELS holds the base models that `save_models` writes; results go to RESULTS/<case>.
+Started by together_script.py. MODELS holds the base models that `save_models` writes; results go to RESULTS/<case>.
 """
 
 from __future__ import annotations
@@ -10,21 +8,18 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import logging
-import os
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import tiny
-import torch
 
 from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer, TrainingArguments
-from gradiend_dist.distributed.launch import launched
-from gradiend_dist.engines import sliced as placed
+from gradiend_dist.distributed.launch import Launch
+from gradiend_dist.engines import chunks
 from gradiend_dist.gradients import base as gradients
 from gradiend_dist.gradients import sketch
 from gradiend_dist.gradients.buckets import Buckets
@@ -166,31 +161,22 @@ def train(case: Case, models: Path, results: Path) -> dict[str, Any]:
     return {"evaluated": evaluated, "kept": [stats.hits, stats.misses]}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.WARNING)
-    models, results = Path(sys.argv[1]), Path(sys.argv[2])
-    gradients.Buckets = functools.partial(Buckets, size=BUCKET)  # type: ignore[misc, assignment]
-    placed.CHUNK = CHUNK
-    launch = launched(float(TIMEOUT))
+@patch.object(gradients, "Buckets", functools.partial(Buckets, size=BUCKET))
+@patch.object(chunks, "CHUNK", CHUNK)
+def work(launch: Launch, models: Path, results: Path, *cases: str) -> None:
+    """All ranks call this."""
     found: dict[str, Any] = {"launch": {"engine": launch.engine, "ranks": launch.comm.world_size,
                                         "shards_base": launch.shards_base}, "seconds": {}}  # fmt: skip
-    for name in sys.argv[3:] or CASES:
+    for name in cases or CASES:
         chosen = CASES[name]
         if name == "partly_kept":
             chosen = case(**chosen.args, gradient_store_gib=for_some_vectors(4, launch.comm.world_size))
-        sketch.SKETCH = FOLDED if name == "spectral_folded" else SKETCH
         start = time.monotonic()
-        found[name] = train(chosen, models, results / name)
+        with patch.object(sketch, "SKETCH", FOLDED if name == "spectral_folded" else SKETCH):
+            found[name] = train(chosen, models, results / name)
         found["seconds"][name] = round(time.monotonic() - start, 2)
         if launch.comm.is_first:
             print(f"{name}: {found['seconds'][name]} s", flush=True)
     if launch.comm.is_first:
         (results / "found.json").write_text(json.dumps(found, default=float))
     launch.comm.meet("writing results")
-    launch.comm.farewell()  # os._exit runs no exit handlers, and rank 0 must leave last
-    os._exit(0)  # DeepSpeed and FSDP take their time to go
-
-
-if __name__ == "__main__":
-    main()

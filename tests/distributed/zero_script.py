@@ -24,11 +24,12 @@ from torch import Tensor
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.engines.base import Engine, GradiendBatch, StepOptions
-from gradiend_dist.engines.sliced import PlacedEngine
-from gradiend_dist.engines.zero import FACTS, ZeroEngine
+from gradiend_dist.engines.sliced import SlicedEngine
+from gradiend_dist.engines.zero import ZeroEngine
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace
+from gradiend_dist.storage.layout import STATE_ZERO_FACTS
 
 NUM_STEPS = 6
 LINEAR = torch.nn.functional.linear
@@ -139,7 +140,7 @@ class Lab:
 
     def compare(self, case: Case) -> dict[str, Any]:
         """Largest differences to the single process, relative to the largest number of each kind; and facts."""
-        placed = PlacedEngine(make_model(case), step_options(**case.options))
+        placed = SlicedEngine(make_model(case), step_options(**case.options))
         zero = self.engine(case)
         start = make_model(case).state_dict()
         found: dict[str, Any] = {"report": 0.0, "unchanged_by_bad_step": True, "bad_step_shows": True}
@@ -156,9 +157,6 @@ class Lab:
         found["moved"] = difference(placed.model.decoder_weight, start["decoder.0.linear.weight"]) + difference(
             placed.model.encoder_weight, start["encoder.0.linear.weight"]
         )
-        source = make_batches(Case((5,), n=case.n), 77)[0].source
-        assert source is not None
-        found["encodings"] = difference(zero.encode(source), placed.encode(source))
         model, weights = zero.encoding_model(), full_weights(zero, self.comm)
         found["encoding_model"] = (
             model.slices.is_whole
@@ -167,7 +165,7 @@ class Lab:
         )
         return found
 
-    def weight_difference(self, zero: ZeroEngine, placed: PlacedEngine) -> float:
+    def weight_difference(self, zero: ZeroEngine, placed: SlicedEngine) -> float:
         actual = full_weights(zero, self.comm)
         expected = placed.model.state_dict()
         assert actual.keys() == expected.keys()
@@ -194,12 +192,12 @@ class Lab:
         }
 
     def refusals(self, engine: ZeroEngine, directory: Path) -> dict[str, str]:
-        facts = json.loads((directory / FACTS).read_text())
+        facts = json.loads((directory / STATE_ZERO_FACTS).read_text())
         found = {}
         for name, value in (("world_size", 3), ("zero_stage", 0)):
             self.comm.meet("reading")
             if self.comm.is_first:
-                (directory / FACTS).write_text(json.dumps({**facts, name: value}))
+                (directory / STATE_ZERO_FACTS).write_text(json.dumps({**facts, name: value}))
             self.comm.meet("writing")
             found[name] = complaint(engine, directory)
         found["empty"] = complaint(engine, directory / "nothing")
@@ -209,7 +207,7 @@ class Lab:
         """Two seeds with different settings at the same time, step by step."""
         cases = [Case((2,)), Case((2,), options={"max_grad_norm": 0.02})]
         zeros = [self.engine(case, seed) for seed, case in enumerate(cases)]
-        placed = [PlacedEngine(make_model(case, seed), step_options(**case.options)) for seed, case in enumerate(cases)]
+        placed = [SlicedEngine(make_model(case, seed), step_options(**case.options)) for seed, case in enumerate(cases)]
         for step in range(NUM_STEPS):
             for engines in (zeros, placed):
                 for engine, case in zip(engines, cases, strict=True):

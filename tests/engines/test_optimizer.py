@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
+from gradiend_dist.engines.chunks import CHUNK
 from gradiend_dist.engines.optimizer import EightBitAdam, FusedAdam, make_optimizer
-from gradiend_dist.engines.sliced import CHUNK, PlacedEngine
+from gradiend_dist.engines.sliced import SlicedEngine
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import GradiendModel
 
@@ -135,10 +136,10 @@ def batches(size: int, seed: int, n: int = 31) -> list[GradiendBatch]:
     ]
 
 
-def engine(optim: str, latent_dim: int = 1, n: int = 31, **changes: Any) -> PlacedEngine:
+def engine(optim: str, latent_dim: int = 1, n: int = 31, **changes: Any) -> SlicedEngine:
     keep = {name: changes.pop(name) for name in list(changes) if name == "bias_decoder"}
     model = GradiendModel(n, latent_dim, generator=torch.Generator().manual_seed(1), **keep)
-    return PlacedEngine(model, options(optim=optim, **changes))
+    return SlicedEngine(model, options(optim=optim, **changes))
 
 
 @pytest.mark.usefixtures("stand_in")

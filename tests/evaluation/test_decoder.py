@@ -30,6 +30,7 @@ RATES = [0.5, 0.05]
 def make(model, root, frames=None, *, neutral=True, args=None, **fields):
     frames = {name: frame for name, frame in (frames or demo.feature_data()).items() if name != "N"}
     arguments = {"max_steps": 20, "eval_steps": 10, "train_batch_size": 8, "learning_rate": 1e-3, "max_seeds": 1}
+    arguments["encoder_eval_max_size"] = 10  # half of a training was the evaluation of its encoder
     arguments |= {"pre_prune_config": PrePruneConfig(n_samples=4, topk=0.1, source="diff"), **(args or {})}
     if neutral:
         fields["eval_neutral_data"] = demo.neutral_data()[:40]

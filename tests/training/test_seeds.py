@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradiend_dist import TrainingArguments, UserError
-from gradiend_dist.training import seeds
+from gradiend_dist.training import promotion, seeds
 from gradiend_dist.training.seeds import SeedResult
 
 
@@ -127,9 +127,9 @@ def test_selection_evaluation__is_skipped_where_it_cannot_matter() -> None:
 def test_enough__counts_converged_seeds() -> None:
     args = TrainingArguments(min_convergent_seeds=2)
     results = [result(seed, 0.9, args) for seed in (0, 1)]
-    assert seeds.enough(results[:1], args) is None
-    assert "2 >= 2" in str(seeds.enough(results, args))
-    assert seeds.enough(results, TrainingArguments(min_convergent_seeds=None)) is None
+    assert seeds.reason_to_stop(results[:1], args) is None
+    assert "2 >= 2" in str(seeds.reason_to_stop(results, args))
+    assert seeds.reason_to_stop(results, TrainingArguments(min_convergent_seeds=None)) is None
 
 
 @pytest.mark.parametrize(("policy", "left"), [("all_tried", [0, 1]), ("all_convergent", [0]), ("best_only", [])])
@@ -143,7 +143,7 @@ def test_retention__keeps_records_of_all_and_models_of_some(tmp_path: Path, poli
         for name in ("model.safetensors", "config.json", "mapping_indices.safetensors", "training.json"):
             (made.output / name).touch()
         results.append(made)
-    seeds.strip_models(results, args)
+    promotion.strip_models(results, args)
     assert [seed for seed in (0, 1) if (tmp_path / str(seed) / "model.safetensors").exists()] == left
     assert all((tmp_path / str(seed) / "training.json").exists() for seed in (0, 1))
 

@@ -74,7 +74,7 @@ def test_collectives__count_as_communication(monkeypatch: pytest.MonkeyPatch) ->
     comm.clock = Clock()
     with comm.clock.spending("gradiend"):
         time.pass_by(1.0)
-        with comm.telling("a sum"):
+        with comm.exchanging("a sum"):
             time.pass_by(5.0)
     assert (comm.clock.sections()["gradiend"], comm.clock.sections()["communication"]) == (1.0, 5.0)
 

@@ -16,7 +16,7 @@ from gradiend_dist.commands.plan import base_of, needs_of, skeleton_of
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import place
 from gradiend_dist.engines.base import StepOptions
-from gradiend_dist.engines.sliced import PlacedEngine, SlicedEngine
+from gradiend_dist.engines.sliced import SlicedEngine
 from gradiend_dist.gradients.buckets import Buckets
 from gradiend_dist.memory import (
     DEEPSPEED_BUCKET,
@@ -73,7 +73,7 @@ def test_sliced__counts_the_bytes_of_the_engine_that_has_most(latent_dim, bias, 
     for rank in range(world_size):
         part = Slices.even(space.size, rank, world_size)
         model = ParamMappedGradiendModel(space, latent_dim, slices=part, bias_decoder=bias, initialize=False)
-        engine = SlicedEngine(model, OPTIONS, Comm()) if world_size > 1 else PlacedEngine(model, OPTIONS)
+        engine = SlicedEngine(model, OPTIONS)
         state = engine.state()
         assert state is not None
         by_kind = {"weight": 0, "moment": 0}
@@ -125,7 +125,7 @@ def test_zero__is_what_was_measured():
 
 def test_placed__needs_what_was_forecast_and_no_more_in_a_real_process():
     """Fails if a step holds anything of size n beside weights, moments, x and y: also what malloc cannot use again."""
-    path = Path(__file__).parents[1] / "benchmarks" / "engines.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "engines.py"
     spec = importlib.util.spec_from_file_location("benchmark_of_engines", path)
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)

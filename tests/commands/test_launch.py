@@ -20,7 +20,7 @@ from fake_wandb import FakeWandb
 from gradiend_dist import UserError
 from gradiend_dist.commands import submit
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
 EVIL = "a b'c\"d $(touch ran) `touch ran` ; touch ran * \\ #"
 

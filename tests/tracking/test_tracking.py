@@ -3,8 +3,10 @@ answers, refuses, stalls, limits or fails."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
+import re
 import threading
 import time
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import Any
 
 import pytest
 from fake_wandb import API_KEY, FakeWandb, read_offline
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from gradiend_dist import TrainingArguments, UserError
-from gradiend_dist.distributed import comm
+from gradiend_dist.distributed import peers
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Preempted
 from gradiend_dist.errors import NotFinite
@@ -349,7 +353,7 @@ def test_close__does_not_leave_the_program_where_the_helper_was_killed(monkeypat
 def test_end__that_comes_early_is_told_before_a_launcher_loses_patience(outcome: str) -> None:
     """A launcher kills rank 0 after 30 s; ranks that lost one wait 3 s for each other's word."""
     limit = tracking.LAST_SECONDS_EARLY[outcome] + tracking.ABANDON_SECONDS
-    assert limit < (comm.LAST_WORDS_SECONDS if outcome == "lost" else 15.0)
+    assert limit < (peers.LAST_WORDS_SECONDS if outcome == "lost" else 15.0)
 
 
 def test_model__is_an_artifact_on_request_and_plots_are_pictures(
@@ -434,3 +438,14 @@ def test_read_rows__of_nothing_is_nothing(tmp_path: Path) -> None:
     assert read_rows(tmp_path / METRICS) == []
     (tmp_path / METRICS).write_text(json.dumps([1]) + "\n\n{}\n")
     assert read_rows(tmp_path / METRICS) == [{}]
+
+
+def test_wandb__has_the_private_names_that_we_use() -> None:
+    """Fails if a new version of the client, beyond the bound in pyproject.toml, has moved an exception."""
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+
+    assert issubclass(WandbApiFailedError, Exception)
+    assert all(issubclass(error, Exception) for error in wandb_page.errors())
+    bound = re.search(r'"(wandb>=[^"]*)"', (Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert bound is not None
+    assert Version(importlib.metadata.version("wandb")) in Requirement(bound[1]).specifier

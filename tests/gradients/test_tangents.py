@@ -12,7 +12,7 @@ from gradiend_dist import TextPredictionTrainer, TrainingArguments
 from gradiend_dist.demo import reflexive_data
 from gradiend_dist.gradients.forward_mode import encode_rows
 from gradiend_dist.gradients.items import ItemRows
-from gradiend_dist.training.loop import TrainingLoop
+from gradiend_dist.training.evaluator import SeedEvaluator
 
 
 @pytest.mark.parametrize("kind", ["factual", "alternative", "diff"])
@@ -69,19 +69,19 @@ def test_evaluation__without_room_for_gradients_gives_the_same_scores(
         )  # fmt: skip
         trainer = TextPredictionTrainer(str(masked_lm), data=feature_frames, target_classes=["M", "F"], args=args)
         if budget == 0.0:
-            monkeypatch.setattr(TrainingLoop, "_remember", _counting(TrainingLoop._remember, trainer))
+            monkeypatch.setattr(SeedEvaluator, "_record", _counting(SeedEvaluator._record, trainer))
         scores.append(trainer.train().get_training_stats()["training_stats"]["scores"])
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
-def _counting(remember: Any, trainer: TextPredictionTrainer) -> Any:
+def _counting(record: Any, trainer: TextPredictionTrainer) -> Any:
     """Only training items and held-out ones are computed by reverse mode: encodings of an evaluation add none."""
     seen: list[int] = []
 
-    def wrapped(loop: TrainingLoop, run: Any, step: int, metrics: Any) -> None:
+    def wrapped(evaluator: SeedEvaluator, run: Any, step: int, metrics: Any) -> None:
         seen.append(trainer.session.gradients(run.model.gradiend.space).store.misses)
-        held_out = len(loop.held_out.items) * len(seen) if loop.held_out is not None else 0
+        held_out = len(evaluator.held_out.items) * len(seen) if evaluator.held_out is not None else 0
         assert seen[-1] == step + held_out, f"{seen} gradients were computed by step {step}"
-        remember(loop, run, step, metrics)
+        record(evaluator, run, step, metrics)
 
     return wrapped

@@ -6,6 +6,9 @@ import json
 import os
 import pickle
 import random
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
+from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, demo
 from gradiend_dist.space import Slices
-from gradiend_dist.training.state import CutTensor, StateKeeper, _generators, _set_generators, link_tree, plain_fields
+from gradiend_dist.storage.files import link_tree
+from gradiend_dist.training.checkpoint_io import CutTensor
+from gradiend_dist.training.generators import generator_states, set_generators
+from gradiend_dist.training.plain_values import plain_fields
+from gradiend_dist.training.state import StateKeeper
 
 
-@pytest.fixture(autouse=True)
-def _states_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _states_are_complete() -> Iterator[None]:
     """These runs crash within a living process, where a thread would go on writing what the next run reads."""
     save = StateKeeper.save
-    monkeypatch.setattr(StateKeeper, "save", lambda self, loop, step, **_: save(self, loop, step, wait=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateKeeper, "save", lambda self, loop, step, **_: save(self, loop, step, wait=True))
+        yield
 
 
 class Crash(Exception):
@@ -96,18 +105,46 @@ def result(directory: Path) -> tuple[Any, ...]:
     return stats["best_seed"], stats["seeds"], {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["in sequence", "in lockstep"])
-@pytest.mark.parametrize("step", [5, 9, 17])
-def test_resume__is_bit_for_bit_the_uninterrupted_run(masked_lm, feature_frames, tmp_path, together, step):
+@pytest.fixture(scope="module")
+def whole(masked_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """Runs without a crash, with seeds in sequence or in lockstep; never write to them."""
+
+    @cache
+    def run(together: bool) -> Path:
+        directory = tmp_path_factory.mktemp("whole")
+        callbacks = [DrawsNumbers(), CrashAt(None)]
+        train(masked_lm, demo.feature_data(), directory, callbacks, seeds_in_parallel=together)
+        return directory
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def _crashed(masked_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("crashed") / "run"
+    crash(masked_lm, demo.feature_data(), directory)
+    return directory
+
+
+@pytest.fixture
+def crashed(_crashed: Path, tmp_path: Path) -> Path:
+    """A copy of a run that has crashed after step 12, with states of the steps 5 and 10."""
+    return shutil.copytree(_crashed, tmp_path / "crashed")
+
+
+# The first state, one between two states, and the last step of a seed.
+@pytest.mark.parametrize(
+    ("together", "step"), [(False, 5), (True, 9), (False, 17)], ids=["sequence 5", "lockstep 9", "sequence 17"]
+)
+def test_resume__is_bit_for_bit_the_uninterrupted_run(masked_lm, feature_frames, tmp_path, whole, together, step):
     """Fails if optimizer, schedule, history, best checkpoint, random numbers or a callback's state are not restored."""
     options = {"seeds_in_parallel": together}
-    train(masked_lm, feature_frames, tmp_path / "a", [DrawsNumbers(), CrashAt(None)], **options)
     with pytest.raises(Crash):
-        train(masked_lm, feature_frames, tmp_path / "b", [DrawsNumbers(), CrashAt(step)], **options)
-    train(masked_lm, feature_frames, tmp_path / "b", [DrawsNumbers(), CrashAt(None)], **options)
-    assert result(tmp_path / "a") == result(tmp_path / "b")
-    assert (tmp_path / "a/drawn.json").read_text() == (tmp_path / "b/drawn.json").read_text()
-    assert not (tmp_path / "b/state").exists()
+        train(masked_lm, feature_frames, tmp_path, [DrawsNumbers(), CrashAt(step)], **options)
+    train(masked_lm, feature_frames, tmp_path, [DrawsNumbers(), CrashAt(None)], **options)
+    assert result(whole(together)) == result(tmp_path)
+    assert (whole(together) / "drawn.json").read_text() == (tmp_path / "drawn.json").read_text()
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize("store", [None, 0.0], ids=["kept", "not kept"])
@@ -134,28 +171,27 @@ def test_resume__early_stopping_stops_at_the_same_step(masked_lm, feature_frames
     assert result(tmp_path / "a") == result(tmp_path / "b")
 
 
-def test_resume__finished_seeds_are_not_trained_again(masked_lm, feature_frames, tmp_path, monkeypatch):
+def test_resume__finished_seeds_are_not_trained_again(masked_lm, feature_frames, tmp_path, whole, monkeypatch):
     class CrashInSecond(CrashAt):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if (tmp_path / "b/seeds/seed_3").exists():
                 self._fuse = (6,)
 
-    train(masked_lm, feature_frames, tmp_path / "a")
     with pytest.raises(Crash):
         train(masked_lm, feature_frames, tmp_path / "b", [CrashInSecond(None)])
     before = (tmp_path / "b/seeds/seed_3/model.safetensors").stat().st_mtime_ns
     seen = []
-    monkeypatch.setattr("gradiend_dist.training.seed_training.SeedTraining._complete", _recording(seen))
+    monkeypatch.setattr("gradiend_dist.training.seed_group.GroupTraining._complete", _recording(seen))
     train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)], keep_seed_runs=False)
     assert seen == [4]
-    assert result(tmp_path / "a") == result(tmp_path / "b")
+    assert result(whole(False)) == result(tmp_path / "b")
     assert before
 
 
 def _recording(seen: list[int]) -> Any:
-    from gradiend_dist.training.seed_training import SeedTraining
+    from gradiend_dist.training.seed_group import GroupTraining
 
-    plain = SeedTraining._complete
+    plain = GroupTraining._complete
 
     def complete(self: Any, run: Any, loop: Any) -> Any:
         seen.append(run.seed)
@@ -169,27 +205,23 @@ def crash(masked_lm: Path, frames: dict[str, Any], directory: Path, **changes: A
         train(masked_lm, frames, directory, [CrashAt(12)], **changes)
 
 
-def test_resume__with_another_argument_is_refused_by_its_name(masked_lm, feature_frames, tmp_path):
-    crash(masked_lm, feature_frames, tmp_path)
+def test_resume__with_another_argument_is_refused_by_its_name(masked_lm, feature_frames, crashed):
     with pytest.raises(UserError, match=r"with learning_rate=0\.003, now it is 0\.004: pass the same.*--resume false"):
-        train(masked_lm, feature_frames, tmp_path, learning_rate=4e-3)
+        train(masked_lm, feature_frames, crashed, learning_rate=4e-3)
     feature_frames["M"] = feature_frames["M"].iloc[1:]
     with pytest.raises(UserError, match="with data="):
-        train(masked_lm, feature_frames, tmp_path)
-    assert sorted(path.name for path in (tmp_path / "state").glob("step*")) == ["step_00000005", "step_00000010"]
+        train(masked_lm, feature_frames, crashed)
+    assert sorted(path.name for path in (crashed / "state").glob("step*")) == ["step_00000005", "step_00000010"]
 
 
-def test_resume__what_has_no_effect_may_change(masked_lm, feature_frames, tmp_path):
-    train(masked_lm, feature_frames, tmp_path / "a", [CrashAt(None)])
-    crash(masked_lm, feature_frames, tmp_path / "b")
-    train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)], logging_steps=3, base_micro_batch_size=None)
-    assert result(tmp_path / "a") == result(tmp_path / "b")
+def test_resume__what_has_no_effect_may_change(masked_lm, feature_frames, crashed, whole):
+    train(masked_lm, feature_frames, crashed, [CrashAt(None)], logging_steps=3, base_micro_batch_size=None)
+    assert result(whole(False)) == result(crashed)
 
 
-def test_resume__switched_off_starts_anew(masked_lm, feature_frames, tmp_path):
-    crash(masked_lm, feature_frames, tmp_path)
-    train(masked_lm, feature_frames, tmp_path, resume=False, learning_rate=4e-3)
-    assert not (tmp_path / "state").exists()
+def test_resume__switched_off_starts_anew(masked_lm, feature_frames, crashed):
+    train(masked_lm, feature_frames, crashed, resume=False, learning_rate=4e-3)
+    assert not (crashed / "state").exists()
 
 
 def test_limit__keeps_the_newest_states(masked_lm, feature_frames, tmp_path):
@@ -218,10 +250,8 @@ def test_trigger_file__saves_at_once_and_is_taken_away(masked_lm, feature_frames
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing file", "no marker", "marker is no JSON"])
-def test_damaged_state__is_passed_over_for_the_one_before(masked_lm, feature_frames, tmp_path, damage, caplog):
-    train(masked_lm, feature_frames, tmp_path / "a", [CrashAt(None)])
-    crash(masked_lm, feature_frames, tmp_path / "b")
-    newest = tmp_path / "b/state/step_00000010"
+def test_damaged_state__is_passed_over_for_the_one_before(masked_lm, feature_frames, crashed, whole, damage, caplog):
+    newest = crashed / "state/step_00000010"
     if damage == "truncated":
         file = next((newest / "tensors").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-100])
@@ -232,9 +262,9 @@ def test_damaged_state__is_passed_over_for_the_one_before(masked_lm, feature_fra
     else:
         (newest / "complete.json").write_text("{")
     with caplog.at_level("INFO"):
-        train(masked_lm, feature_frames, tmp_path / "b", [CrashAt(None)])
+        train(masked_lm, feature_frames, crashed, [CrashAt(None)])
     assert "is passed over" in caplog.text and "going on after step 5" in caplog.text
-    assert result(tmp_path / "a") == result(tmp_path / "b")
+    assert result(whole(False)) == result(crashed)
 
 
 def test_foreign_state__is_refused(masked_lm, feature_frames, tmp_path):
@@ -265,9 +295,9 @@ def test_cut_tensor__tells_its_ranges_of_the_whole():
 
 
 def test_generators__come_back():
-    before = _generators()
+    before = generator_states()
     expected = (random.random(), np.random.rand(), torch.rand(3))
-    _set_generators(before)
+    set_generators(before)
     assert (random.random(), np.random.rand()) == expected[:2] and torch.equal(torch.rand(3), expected[2])
 
 

@@ -18,15 +18,15 @@ from gradiend_dist import PostPruneConfig, PrePruneConfig, TextPredictionTrainer
 from gradiend_dist.data.schedule import make_schedule
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
-from gradiend_dist.engines.sliced import PlacedEngine
+from gradiend_dist.engines.sliced import SlicedEngine
 from gradiend_dist.gradients import sketch
 from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.gradients.sketch import Sketch
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Slices
+from gradiend_dist.training.checkpoints import is_better
 from gradiend_dist.training.history import Best
-from gradiend_dist.training.loop import TrainingLoop
 from gradiend_dist.training.spectral import SpectralStart, draw_items, solve, warnings
 
 N = 301
@@ -311,7 +311,7 @@ def test_rates__do_not_depend_on_the_scale_of_gradients() -> None:
         space = ParameterSpace([("w", (N,), None)])
         model = ParamMappedGradiendModel(space)
         begun.fill(model)
-        engine = PlacedEngine(model, StepOptions.of(begun.args, begun.measured().rates()))
+        engine = SlicedEngine(model, StepOptions.of(begun.args, begun.measured().rates()))
         before = engine.encode(x).clone()
         for number in (0, 1, 2, 3, 4, 5) * 3:
             engine.step([GradiendBatch(x[[number]], y[[number]], labels[[number]].unsqueeze(1))], 0.03)
@@ -476,11 +476,10 @@ def test_refinement__cannot_creep_down() -> None:
     """Many correlations, each almost that of the last best, must not add up to a bad one."""
     args = TrainingArguments(initialization="spectral", learning_rate="auto", max_steps=100)
     run = SimpleNamespace(best=Best(), stats={"scores": {}, "held_out_loss": {}})
-    loop: Any = SimpleNamespace(args=args)
     for step in range(20):
         score = 0.99 - 0.009 * step
         run.stats["scores"][step], run.stats["held_out_loss"][step] = score, 1.0 - 0.01 * step
-        if TrainingLoop._is_better(loop, run, step, score):  # type: ignore[arg-type]
+        if is_better(args, run, step, score):  # type: ignore[arg-type]
             run.best = Best(score, step=step)
     assert run.best.step == 1, "the second one is almost the first and has the smaller loss"
 

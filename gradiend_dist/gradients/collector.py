@@ -1,0 +1,209 @@
+"""Taking each weight's gradient out of a backward pass as soon as it is complete.
+
+A hook on each weight copies the selected entries of its gradient to where they go and drops the rest: at no time do all
+weights have a `.grad`.
+
+A vocabulary's weight has no dense gradient at all, which would cost more than the rest of a small model: as embedding
+it hands over the rows that were looked up, as output layer the product of what came in and the gradient of what went
+out, written to its place or formed for the rows with selected entries alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradiend_dist.gradients.buckets import Destination, Direct
+from gradiend_dist.space import Weight, backbone_module, select_entries
+
+
+class GradientCollector:
+    """The hooks on a frozen model that hand the gradients of `weights` to a `Destination`.
+
+    All ranks that compute a gradient together use it alike: a destination may send what it is handed to other ranks.
+    """
+
+    def __init__(self, model: nn.Module, weights: Sequence[Weight], *, is_sharded: bool) -> None:
+        self.model, self.is_sharded = model, is_sharded
+        device = next(model.parameters()).device
+        parameters = dict(model.named_parameters())
+        self.weights = [
+            (weight, parameters[weight.name], None if weight.selected is None else weight.selected.to(device))
+            for weight in weights
+        ]
+        mine = {id(parameter): (weight, indices) for weight, parameter, indices in self.weights}
+        self._embeddings, self._heads = (
+            # FSDP reduces what autograd forms: there no weight goes around autograd.
+            [(module, *mine[id(module.weight)]) for module in modules if id(module.weight) in mine and not is_sharded]
+            for modules in (plain_embeddings(model), output_layers(model))
+        )
+        self._contributions: dict[str, int] = {}
+        self._destination: Destination = Direct({}, [])
+        self._scale = 1.0
+
+    @contextlib.contextmanager
+    def collecting(self, destination: Destination, scale: float) -> Iterator[None]:
+        """Only these weights want gradients; each goes to `destination`, divided by `scale`, when it is complete."""
+        self._destination, self._scale = destination, scale
+        wanted = {id(parameter) for _, parameter, _ in self.weights}
+        # FSDP takes note of what wants gradients when it is set up: there it stays as it was then.
+        before = [] if self.is_sharded else [(p, p.requires_grad, p.grad) for p in self.model.parameters()]
+        for parameter, _, _ in before:
+            parameter.requires_grad_(id(parameter) in wanted)
+            parameter.grad = None  # what a user left there would be added to the first gradient
+        hooks = self._register_hooks(wanted)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter, wanted_before, gradient_before in before:
+                parameter.requires_grad_(wanted_before)
+                parameter.grad = gradient_before
+
+    def _register_hooks(self, wanted: set[int]) -> list[Any]:
+        hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._plain_hook(weight, indices))
+            for weight, parameter, indices in self.weights
+        ]
+        if self.is_sharded:  # what a pruned space leaves out gets gradients as well: kept, they would add up
+            others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in wanted]
+            hooks += [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in others]
+        hooks += [
+            module.register_forward_hook(self._embedding_hook(weight, indices), with_kwargs=True)
+            for module, weight, indices in self._embeddings
+        ]
+        for module, weight, indices in self._heads:
+            hooks.append(module.register_forward_pre_hook(ask_no_gradient))
+            hooks.append(module.register_forward_hook(self._head_hook(weight, indices)))
+        return hooks
+
+    def begin_forward(self) -> None:
+        """Call before each forward pass: its hooks count the contributions that the backward passes will make."""
+        self._contributions.clear()
+
+    def begin_backward(self, into: list[tuple[str, float]]) -> None:
+        """Call before each backward pass: what it computes is added, times a factor, to the vectors of these kinds."""
+        self._destination.begin(into)
+        for weight, _, _ in self.weights:
+            if weight.name in self._contributions:
+                self._destination.expect(weight, self._contributions[weight.name])
+
+    def _plain_hook(self, weight: Weight, indices: Tensor | None) -> Any:
+        def collect(parameter: Tensor) -> None:
+            self._add(weight, select_entries(take_gradient(parameter), weight, indices).float())
+            self._destination.done(weight)
+
+        return collect
+
+    def _embedding_hook(self, weight: Weight, indices: Tensor | None) -> Any:
+        """A forward hook that cuts an embedding's output off its weight and waits for the gradient of the output."""
+
+        def cut(module: nn.Embedding, args: tuple[Tensor], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+            ids = next(iter((*args, *kwargs.values())))
+            rows, places = ids.reshape(-1).unique(return_inverse=True)
+
+            def collect(looked_up: Tensor) -> None:
+                gradient = take_gradient(looked_up).float().reshape(len(places), -1)
+                by_row = torch.ops.aten.embedding_dense_backward(gradient, places, len(rows), -1, False)
+                if module.padding_idx is not None:
+                    by_row[rows == module.padding_idx] = 0.0
+                self._add_rows(weight, indices, rows, by_row)
+                self._destination.done(weight)
+
+            self._will_contribute(weight)
+            looked_up = output.detach().requires_grad_()
+            looked_up.register_post_accumulate_grad_hook(collect)
+            return looked_up
+
+        return cut
+
+    def _head_hook(self, weight: Weight, indices: Tensor | None) -> Any:
+        """A forward hook that forms a linear layer's gradient from its input and the gradient of its output."""
+
+        def watch(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+            module.weight.requires_grad_()  # a hook before this one has kept autograd from forming it
+            if not output.requires_grad:
+                return
+            entered = args[0].detach().float().reshape(-1, module.in_features)
+
+            def collect(gradient: Tensor) -> None:
+                self._add_product(weight, indices, gradient.float().reshape(len(entered), -1), entered)
+                self._destination.done(weight)
+
+            self._will_contribute(weight)
+            output.register_hook(collect)
+
+        return watch
+
+    def _will_contribute(self, weight: Weight) -> None:
+        self._contributions[weight.name] = self._contributions.get(weight.name, 0) + 1
+
+    def _add(self, weight: Weight, entries: Tensor) -> None:
+        """Add to where this pass goes. What comes first overwrites: half the memory traffic of adding to zeros."""
+        for place, kept, factor in self._destination.ranges(weight):
+            if kept:
+                place.add_(entries, alpha=factor / self._scale)
+            else:
+                torch.mul(entries, factor / self._scale, out=place)
+
+    def _add_rows(self, weight: Weight, indices: Tensor | None, rows: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of these rows (each of them once) of a matrix."""
+        shape, places, entries = weight.shape, rows, gradient
+        if indices is not None:
+            shape = (weight.num_selected,)
+            places, row, column = entries_of_rows(indices, rows, width=weight.shape[-1])
+            entries = gradient[row, column]
+        for place, _, factor in self._destination.ranges(weight, as_zeros=True):
+            place.view(shape).index_add_(0, places, entries, alpha=factor / self._scale)
+
+    def _add_product(self, weight: Weight, indices: Tensor | None, a: Tensor, b: Tensor) -> None:
+        """Add a^T b, a matrix of the weight's shape."""
+        if indices is not None:
+            width = weight.shape[-1]
+            rows, row = (indices // width).unique_consecutive(return_inverse=True)
+            self._add(weight, (a[:, rows].T @ b)[row, indices % width])
+            return
+        for place, kept, factor in self._destination.ranges(weight):
+            matrix = place.view(weight.shape)
+            torch.addmm(matrix, a.T, b, beta=float(kept), alpha=factor / self._scale, out=matrix)
+
+
+def take_gradient(tensor: Tensor) -> Tensor:
+    gradient, tensor.grad = tensor.grad, None
+    assert gradient is not None, "the hook fires after accumulation"
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def drop_gradient(tensor: Tensor) -> None:
+    tensor.grad = None
+
+
+def ask_no_gradient(module: nn.Linear, _args: Any) -> None:
+    module.weight.requires_grad_(False)
+
+
+def plain_embeddings(model: nn.Module) -> list[nn.Embedding]:
+    """Tables that are only looked up. Subclasses may do more (some scale the output): those stay with autograd."""
+    tables = [module for module in model.modules() if type(module) is nn.Embedding]
+    return [table for table in tables if table.max_norm is None and not table.scale_grad_by_freq]
+
+
+def output_layers(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers above the backbone: one of them may share the weight of the embeddings."""
+    below = {id(module) for module in backbone_module(model).modules()}
+    return [module for module in model.modules() if type(module) is nn.Linear and id(module) not in below]
+
+
+def entries_of_rows(indices: Tensor, rows: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of the flat `indices` (ascending) lie in `rows` of a matrix: their places, number of the row, column."""
+    starts, stops = (torch.searchsorted(indices, edges * width) for edges in (rows, rows + 1))
+    lengths = stops - starts
+    row = torch.repeat_interleave(lengths)
+    places = torch.arange(len(row), device=rows.device) + (stops - lengths.cumsum(0))[row]
+    return places, row, indices[places] - rows[row] * width

@@ -1,0 +1,184 @@
+"""Imports point one way: from the rooms further down to those further up, without a cycle inside a room.
+
+Imports inside functions and under TYPE_CHECKING count: they would only hide a cycle.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "gradiend_dist"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# A module imports the rows before its own, and its own room. Folders and single modules alike are rooms.
+ORDER = (
+    "errors", "space", "config", "data", "distributed", "model", "storage", "gradients", "engines", "memory",
+    "rewriting", "model_with_gradiend", "session", "evaluation", "report", "tracking", "training", "trainer", "demo",
+    "commands", "train evaluate __main__",
+)  # fmt: skip
+ROWS = {room: row for row, rooms in enumerate(ORDER) for room in rooms.split()}
+
+# Who may import inside a function: a command, which must answer --help at once.
+STARTS = ("__main__", "commands")
+# What may be imported inside a function, from anywhere, and why.
+IMPORTED_LATE = {
+    "engines.zero": "DeepSpeed takes seconds to import",
+    "report.figures": "matplotlib is optional",
+    "report.plots": "matplotlib is optional",
+    "tracking.wandb_page": "W&B takes a second to import, and few runs use it",
+}
+# Known and about to go: nothing may be added here.
+KNOWN_UPWARDS = {("evaluation.rewritten", "trainer")}
+KNOWN_CYCLES = {frozenset({"training.history", "training.loop", "training.state"})}
+KNOWN_LATE = {("evaluation.rewritten", "trainer"), ("report.html", "data.config")}
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One import: of the importing module, what it imports, and whether it does so inside a function."""
+
+    source: str
+    target: str
+    line: int
+    inside_function: bool
+
+    def __str__(self) -> str:
+        return f"gradiend_dist.{self.source} imports gradiend_dist.{self.target} in line {self.line}"
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.source, self.target
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """All modules by their dotted name below the package; a folder's __init__ has the folder's name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def edges() -> tuple[Edge, ...]:
+    return tuple(edge for module, path in modules().items() if module for edge in imports(module, path.read_text()))
+
+
+def imports(module: str, source: str) -> Iterator[Edge]:
+    """Every import of a project module, at any depth."""
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(child) for function in functions for child in ast.walk(function)}
+    for node in ast.walk(tree):
+        for target in targets(node):
+            yield Edge(module, target, node.lineno, id(node) in inside)  # type: ignore[attr-defined]
+
+
+def targets(node: ast.AST) -> Iterator[str]:
+    """The project's modules that a statement imports; names of the package itself (its version) are no module."""
+    names: list[str] = []
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute here"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    for name in names:
+        package, _, target = name.partition(".")
+        if package == "gradiend_dist":
+            target = target if target in modules() else target.rpartition(".")[0]
+            if target:
+                yield target
+
+
+def cycles() -> set[frozenset[str]]:
+    """Groups of modules of one room that import each other in a circle."""
+    graph = {module: {e.target for e in edges() if e.source == module and room(e.target) == room(module)}
+             for module in modules()}  # fmt: skip
+    found = set()
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+            return found
+        except CycleError as error:
+            circle = frozenset(error.args[1])
+            found.add(circle)
+            for module in circle:
+                graph[module] -= circle
+
+
+def tree() -> str:
+    """The rooms in their order, each module with the first line of its docstring: for docs/architecture.md."""
+    lines = []
+    for name in (name for names in ORDER for name in names.split()):
+        inner = [module for module in modules() if module.startswith(f"{name}.")]
+        lines.append(f"{name + ('/' if inner else '.py'):24}{first_line(name)}".rstrip())
+        lines += [f"    {module.rpartition('.')[2] + '.py':20}{first_line(module)}".rstrip() for module in inner]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def first_line(module: str) -> str:
+    return (ast.get_docstring(ast.parse(modules()[module].read_text())) or "").partition("\n")[0]
+
+
+# --- the tests
+
+
+def test_rooms__are_all_in_the_order():
+    """A new folder or module at the top has a place, and no name in the order is without one."""
+    assert {room(module) for module in modules() if module} == set(ROWS)
+
+
+def test_imports__point_upwards_only():
+    wrong = [edge for edge in edges() if ROWS[room(edge.target)] > ROWS[room(edge.source)]]
+    assert [str(edge) for edge in wrong if edge.pair not in KNOWN_UPWARDS] == []
+
+
+def test_imports__inside_a_room_have_no_cycle():
+    assert [sorted(circle) for circle in cycles() if circle not in KNOWN_CYCLES] == []
+
+
+def test_imports__inside_functions_have_a_reason():
+    late = [edge for edge in edges() if edge.inside_function and room(edge.source) not in STARTS]
+    assert [str(edge) for edge in late if edge.target not in IMPORTED_LATE and edge.pair not in KNOWN_LATE] == []
+    assert {edge.target for edge in late} >= IMPORTED_LATE.keys(), "what is imported late no more needs no reason"
+
+
+def test_architecture__has_the_tree_of_the_folders():
+    """docs/architecture.md is for those who look for the place of a change: it must not rot."""
+    page = ARCHITECTURE.read_text() if ARCHITECTURE.exists() else ""
+    if "<!-- tree -->" not in page:
+        pytest.skip("docs/architecture.md has no tree yet")
+    written = page.partition("<!-- tree -->")[2].partition("<!-- /tree -->")[0]
+    assert written.strip() == tree(), "print it anew: python tests/test_architecture.py"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import gradiend_dist.space", [("space", False)]),
+        ("from gradiend_dist import __version__", []),
+        ("from gradiend_dist.storage import files", [("storage.files", False)]),
+        ("from gradiend_dist.errors import UserError", [("errors", False)]),
+        ("if TYPE_CHECKING:\n    from gradiend_dist.trainer import TextPredictionTrainer", [("trainer", False)]),
+        ("class A:\n    def f(self):\n        from gradiend_dist.storage.files import x", [("storage.files", True)]),
+    ],
+)
+def test_imports__are_seen_in_every_form(source, found):
+    """The rules above hold for what is seen."""
+    assert [(edge.target, edge.inside_function) for edge in imports("test", source)] == found
+
+
+if __name__ == "__main__":
+    print(tree())
