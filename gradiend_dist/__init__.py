@@ -11,8 +11,8 @@ from typing import Any
 
 _HOMES = {
     "TrainingArguments": "config.arguments",
-    "PrePruneConfig": "config.arguments",
-    "PostPruneConfig": "config.arguments",
+    "PrePruneConfig": "config.pruning",
+    "PostPruneConfig": "config.pruning",
     "TextPredictionTrainer": "trainer",
     "TextPredictionConfig": "data.config",
     "GradiendModel": "model.gradiend",

@@ -43,7 +43,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import UserError, exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -536,13 +536,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the model and of the data")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        run = write_demo(options.directory, kind=options.kind, seed=options.seed)
-    except UserError as error:
-        logger.error("%s", error)
-        return 2
-    logger.info("wrote %s", run)
-    return 0
+
+    def work() -> int:
+        logger.info("wrote %s", write_demo(options.directory, kind=options.kind, seed=options.seed))
+        return 0
+
+    return exit_code("gradiend-dist demo", work)
 
 
 if __name__ == "__main__":

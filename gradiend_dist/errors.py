@@ -1,11 +1,9 @@
-"""The one exception that speaks to the user."""
+"""The exceptions that speak to the user, and how a command ends with them: in one line."""
 
 from __future__ import annotations
 
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".") + "."
+import sys
+from collections.abc import Callable
 
 
 class UserError(ValueError):
@@ -21,3 +19,23 @@ class NotFinite(UserError):
     def __init__(self, message: str, *, seed: int, step: int) -> None:
         super().__init__(message)
         self.seed, self.step = seed, step
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."
+
+
+def print_line(command: str, words: str) -> None:
+    """The last line of a command, on stderr."""
+    sys.stderr.write(f"{command}: {' '.join(words.split())}\n")
+    sys.stderr.flush()
+
+
+def exit_code(command: str, work: Callable[[], int]) -> int:
+    """What a command in one process returns: what `work` does, or 2 after one line on what the user did wrong."""
+    try:
+        return work()
+    except UserError as error:
+        print_line(command, f"error: {error}")
+        return 2

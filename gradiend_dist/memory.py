@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradiend_dist.config.arguments import ITEMS_OF_A_SIDE
+from gradiend_dist.config.groups.evaluation import ITEMS_OF_A_SIDE
 from gradiend_dist.engines.chunks import CHUNK, CHUNK_ON_GPU
 from gradiend_dist.gradients.buckets import BUCKET, IN_FLIGHT
 from gradiend_dist.gradients.sketch import SKETCH

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradiend_dist.config.arguments import GRADIENTS
 from gradiend_dist.config.checks import require_choice
+from gradiend_dist.config.choices import GRADIENTS
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import Placement, place
 from gradiend_dist.errors import UserError

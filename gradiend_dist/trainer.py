@@ -11,9 +11,10 @@ from typing import Any
 import pandas as pd
 from transformers import TrainerCallback
 
-from gradiend_dist.config.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments
+from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.checks import require, require_choice
 from gradiend_dist.config.mapping import from_mapping
+from gradiend_dist.config.pruning import PostPruneConfig, PrePruneConfig
 from gradiend_dist.data.config import TextPredictionConfig
 from gradiend_dist.data.table import FeatureData
 from gradiend_dist.distributed.devices import placement_of

@@ -287,10 +287,10 @@ def test_run__fits_the_data() -> None:
     assert run["max_steps"] % run["eval_steps"] == 0
 
 
-def test_main__directory_that_is_a_file_gives_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_main__directory_that_is_a_file_gives_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").write_text("")
     assert demo.main([str(tmp_path / "taken" / "deeper")]) == 2
-    assert "is or lies under a file: choose another one." in caplog.text
+    assert "is or lies under a file: choose another one." in capsys.readouterr().err
 
 
 def test_write_demo__unknown_kind_is_named(tmp_path: Path) -> None:

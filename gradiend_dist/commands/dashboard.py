@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gradiend_dist.commands.flags import CommandParser
 from gradiend_dist.config.checks import require
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import exit_code, print_line
 from gradiend_dist.tracking.workspace import (
     DashboardOptions,
     ServerError,
@@ -20,20 +20,19 @@ from gradiend_dist.tracking.workspace import (
     view_of,
 )
 
+NAME = "gradiend-dist dashboard"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        print(answer(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        return _end(2, error)
-    except ServerError as error:
-        return _end(1, error)
-    return 0
+    def work() -> int:
+        try:
+            print(answer(sys.argv[1:] if argv is None else argv))
+        except ServerError as error:
+            print_line(NAME, f"error: {error}")
+            return 1
+        return 0
 
-
-def _end(code: int, error: Exception) -> int:
-    print(f"gradiend-dist dashboard: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
+    return exit_code(NAME, work)
 
 
 def answer(argv: Sequence[str]) -> str:
@@ -47,12 +46,9 @@ def answer(argv: Sequence[str]) -> str:
     return save(view, options)
 
 
-# --- what is asked for
-
-
 def parse(argv: Sequence[str]) -> DashboardOptions:
     about = "Create or update a W&B workspace for training runs."
-    parser = CommandParser({"which workspace": DashboardOptions}, prog="gradiend-dist dashboard", description=about)
+    parser = CommandParser({"which workspace": DashboardOptions}, prog=NAME, description=about)
     values = vars(parser.parse(argv))
     options = DashboardOptions(**{item.name: values[item.name] for item in dataclasses.fields(DashboardOptions)})
     names = options.class_names or []

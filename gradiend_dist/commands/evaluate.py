@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,8 +19,9 @@ from gradiend_dist.commands import train
 from gradiend_dist.commands.flags import CommandParser
 from gradiend_dist.commands.process import Process
 from gradiend_dist.commands.tables import table
-from gradiend_dist.config.arguments import TrainingArguments, help_field
+from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.checks import require, require_choice
+from gradiend_dist.config.fields import documented
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.distributed.launch import launched
 from gradiend_dist.errors import UserError
@@ -40,20 +41,27 @@ Options = TypeVar("Options", bound="DataclassInstance")
 SELECTORS = ("lms_threshold", "lms_times_metric")
 
 
+@documented
 @dataclass(kw_only=True)
 class SelectionOptions:
     """Which points of the decoder grid are scored, on how much, and how one is selected."""
 
-    split: str = help_field("test", "Split of the rows.")
-    max_size: int | None = help_field(None, "Rows per direction, and neutral texts, at most.")
-    lrs: list[float] | None = help_field(
-        None, "Learning rates of the grid. None: 100 to 0.001, 16 of them (scaled: 26)."
-    )
-    part: str = help_field("decoder", "The rewriting vector: decoder, or decoder-weight, decoder-bias, ...")
-    scaling: str = help_field("plain", "How the vector's entries are weighed: plain, tensor or curvature.")
-    selector: str = help_field("lms_threshold", f"How a point is selected: {' or '.join(SELECTORS)}.")
-    lms_ratio: float = help_field(0.99, "Of the base model's language-model score, lms_threshold keeps this share.")
-    eval_batch_size: int | None = help_field(None, "Rows read together. None: as in training.")
+    split: str = "test"
+    """Split of the rows."""
+    max_size: int | None = None
+    """Rows per direction, and neutral texts, at most."""
+    lrs: list[float] | None = None
+    """Learning rates of the grid. None: 100 to 0.001, 16 of them (scaled: 26)."""
+    part: str = "decoder"
+    """The rewriting vector: decoder, or decoder-weight, decoder-bias, ..."""
+    scaling: str = "plain"
+    """How the vector's entries are weighed: plain, tensor or curvature."""
+    selector: str = "lms_threshold"
+    """How a point is selected: lms_threshold or lms_times_metric."""
+    lms_ratio: float = 0.99
+    """Of the base model's language-model score, lms_threshold keeps this share."""
+    eval_batch_size: int | None = None
+    """Rows read together. None: as in training."""
 
     def check(self) -> None:
         require_choice("scaling", self.scaling, SCALINGS)
@@ -74,15 +82,21 @@ class SelectionOptions:
         }
 
 
+@documented
 @dataclass(kw_only=True)
 class EvaluateOptions(SelectionOptions):
     """What is evaluated."""
 
-    parts: list[str] = help_field(lambda: ["encoder", "decoder"], "encoder, decoder, or both.")
-    target_class: list[str] | None = help_field(None, "Classes to select a point for. None: both.")
-    feature_factors: list[float] | None = help_field(None, "Feature factors of the grid. None: +1 and -1 as needed.")
-    use_cache: bool = help_field(True, "Use what an earlier evaluation has left, where it is still right.")
-    plot: bool = help_field(True, "Draw the encodings and the grid.")
+    parts: list[str] = field(default_factory=lambda: ["encoder", "decoder"])
+    """encoder, decoder, or both."""
+    target_class: list[str] | None = None
+    """Classes to select a point for. None: both."""
+    feature_factors: list[float] | None = None
+    """Feature factors of the grid. None: +1 and -1 as needed."""
+    use_cache: bool = True
+    """Use what an earlier evaluation has left, where it is still right."""
+    plot: bool = True
+    """Draw the encodings and the grid."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,27 +7,28 @@ is an error in one line.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import re
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from gradiend_dist.config.checks import is_union
+from gradiend_dist.commands.plain_parser import PlainParser
+from gradiend_dist.config.checks import choices_of, is_union
+from gradiend_dist.config.fields import NO_FLAG, flag_type
 from gradiend_dist.config.mapping import read_config_file, unknown_key
 from gradiend_dist.errors import UserError
-
-PYTHON_ONLY = ("evaluate_fn",)
 
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-class CommandParser(HfArgumentParser):
+class CommandParser(PlainParser, HfArgumentParser):
     """HfArgumentParser that takes `null` for optional values, YAML for structured ones, and speaks in one line."""
 
     def __init__(self, groups: dict[str, Any], **options: Any) -> None:
@@ -37,9 +38,12 @@ class CommandParser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-        if field.name in PYTHON_ONLY:
+        kind = flag_type(field, field.type)
+        if kind is NO_FLAG:
             return
-        convert = converter(field.type)
+        field = copy.copy(field)  # as the flag is; Hugging Face hands all metadata on to argparse
+        field.type, field.metadata = kind, types.MappingProxyType({"help": field.metadata["help"]})
+        convert = converter(kind)
         if convert is None:
             HfArgumentParser._parse_dataclass_field(parser, field)
             negation = parser._option_string_actions.get(f"--no_{field.name}")
@@ -52,9 +56,6 @@ class CommandParser(HfArgumentParser):
         help_text = field.metadata.get("help")
         flags = dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"])
         parser.add_argument(*flags, type=convert, default=default, help=help_text, metavar=convert.__name__.upper())
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message.rstrip(".") + ": see --help.")
 
     def names(self) -> list[str]:
         return [action.dest for action in self._actions if action.dest not in ("help", "config")]
@@ -129,6 +130,9 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 def converter(annotation: Any) -> Callable[[str], Any] | None:
     """How to read a flag of this type; None where Hugging Face's parser does it."""
+    # A word that is none of the choices is told by name when the arguments are checked, from files and Python as well.
+    if choices_of(annotation):
+        return optionally(str) if is_union(annotation) else str
     parts = typing.get_args(annotation) if is_union(annotation) else (annotation,)
     plain = [part for part in parts if part is not type(None)]
     optional = len(plain) < len(parts)

@@ -10,21 +10,24 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from gradiend_dist.commands.plain_parser import PlainParser
+from gradiend_dist.commands.tables import table
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.checks import check_topk
 from gradiend_dist.distributed.fsdp import layers_of
-from gradiend_dist.errors import UserError, first_line
+from gradiend_dist.errors import UserError, exit_code, first_line
 from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero, sketches
-from gradiend_dist.model.base import load_base_config
+from gradiend_dist.model.base import is_causal, load_base_config
 from gradiend_dist.model.entries import count_to_keep
 from gradiend_dist.space import ParameterSpace
 
@@ -101,8 +104,6 @@ def space_of(model: str, args: TrainingArguments) -> tuple[ParameterSpace, int]:
 
 def skeleton_of(config: Any, name: str, *, trust_remote_code: bool = False) -> nn.Module:
     """The model of a configuration, without memory for its weights."""
-    from gradiend_dist.model.base import is_causal
-
     kind = AutoModelForCausalLM if is_causal(config, _NoTokenizer) else AutoModelForMaskedLM
     try:
         with torch.device("meta"):
@@ -145,20 +146,17 @@ def gib(num_bytes: float) -> str:
 
 # --- gradiend-dist plan
 
+NAME = "gradiend-dist plan"
+
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # A GPU's memory is never all ours: CUDA, NCCL and what the allocator cannot use again.
 USABLE = 0.92
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message.rstrip(".") + ": see --help.")
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="gradiend-dist plan",
+    parser = PlainParser(
+        prog=NAME,
         allow_abbrev=False,
         description="Memory per GPU, bytes sent per step and what fits, for every engine and pruning level; from the "
         "model's configuration alone.",
@@ -202,6 +200,14 @@ class Line:
     def to_dict(self) -> dict[str, Any]:
         need = {**vars(self.need), "peak": self.need.peak}
         return {**vars(self), "need": need}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def work() -> int:
+        print(answer(sys.argv[1:] if argv is None else argv))
+        return 0
+
+    return exit_code(NAME, work)
 
 
 def answer(argv: Sequence[str]) -> str:
@@ -323,8 +329,6 @@ COLUMNS = ("keeps", "engine", *PARTS, "fits", "sent", "host", "launch with")
 
 
 def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, options: argparse.Namespace) -> str:
-    from gradiend_dist.commands.tables import table
-
     rows = []
     for line in lines:
         need = line.need

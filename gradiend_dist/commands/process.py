@@ -18,7 +18,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Interrupt, Preempted
 from gradiend_dist.distributed.launch import launched
 from gradiend_dist.distributed.peers import PeerError, PeerLost, is_lost_peer
-from gradiend_dist.errors import UserError, first_line
+from gradiend_dist.errors import UserError, first_line, print_line
 from gradiend_dist.storage.files import write_text
 
 # Where launch/train.sbatch wants to read how a command ended.
@@ -112,7 +112,7 @@ class Process:
     def end(self, code: int, words: str | None, outcome: str) -> int:
         """One line from one rank. A rank that fails does not wait for the others: they may not answer any more."""
         if words is not None:
-            print(f"{self.name}: {' '.join(words.split())}", file=sys.stderr, flush=True)
+            print_line(self.name, words)
         if words is not None or outcome == "finished":
             note_outcome(code, outcome)
         if torch.distributed.is_initialized():

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
+from gradiend_dist.commands.plain_parser import PlainParser
+from gradiend_dist.commands.tables import table
 from gradiend_dist.config.checks import require
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import exit_code
 from gradiend_dist.report.html import explained_words, page
 from gradiend_dist.report.records import Run, read_run
 from gradiend_dist.storage.files import write_text
 from gradiend_dist.storage.layout import REPORT_PAGE
 
-# --- the command
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}: see --help.")
+NAME = "gradiend-dist report"
 
 
 def parse(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
-    parser = Parser(
-        prog="gradiend-dist report",
+    parser = PlainParser(
+        prog=NAME,
         description="Write one page on a run, finished or not, that opens from disk.",
         allow_abbrev=False,
     )
@@ -40,6 +36,9 @@ def parse(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     return options.run_dirs, options.output
 
 
+COLUMNS = ("run", "best seed", "converged", "correlation", "explains", "pruned size")
+
+
 def summary(run: Run) -> tuple[str, ...]:
     best = run.selected
     verdict = "not finished" if not run.finished else "yes" if best.converged else "no"
@@ -50,33 +49,25 @@ def summary(run: Run) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    rows: list[tuple[str, ...]] = [("run", "best seed", "converged", "correlation", "explains", "pruned size")]
-    code = 0
-    try:
-        run_dirs, output = parse(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        return _refuse(error)
-    for directory in run_dirs:  # a run that failed must not hide those that did not
-        try:
-            run = read_run(directory)
-            path = output or directory / REPORT_PAGE
-            write_text(path, page(run))
-        except UserError as error:
-            code = _refuse(error)
-            continue
+    return exit_code(NAME, lambda: run(*parse(sys.argv[1:] if argv is None else argv)))
+
+
+def run(run_dirs: Sequence[Path], output: Path | None) -> int:
+    """A page for each run, and a table where there are several; a run that failed must not hide those that did not."""
+    rows: list[tuple[str, ...]] = []
+
+    def write(directory: Path) -> int:
+        run = read_run(directory)
+        path = output or directory / REPORT_PAGE
+        write_text(path, page(run))
         print(path)
         rows.append(summary(run))
-    if len(run_dirs) > 1 and len(rows) > 1:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        rows.insert(1, tuple("-" * width for width in widths))
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-        print("", *lines, sep="\n")
-    return code
+        return 0
 
-
-def _refuse(error: UserError) -> int:
-    print(f"gradiend-dist report: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    codes = [exit_code(NAME, partial(write, directory)) for directory in run_dirs]
+    if len(run_dirs) > 1 and rows:
+        print("", table(COLUMNS, rows), sep="\n")
+    return max(codes)
 
 
 if __name__ == "__main__":

@@ -12,25 +12,31 @@ from pathlib import Path
 
 from gradiend_dist.commands.evaluate import SelectionOptions, read_flags, run_on_finished
 from gradiend_dist.commands.process import Process
-from gradiend_dist.config.arguments import help_field
 from gradiend_dist.config.checks import require
+from gradiend_dist.config.fields import documented
 from gradiend_dist.rewriting.card import check_output
 from gradiend_dist.trainer import TextPredictionTrainer
 
 
+@documented
 @dataclass(kw_only=True)
 class RewriteOptions(SelectionOptions):
     """Which change, and where to; without a learning_rate, selected as `gradiend-dist evaluate` does it."""
 
-    target_class: str | None = help_field(None, "The class to make more probable (required, but for a given factor).")
-    output_dir: str | None = help_field(None, "Directory of the changed model (required).")
-    weaken: bool = help_field(False, "Make the class less probable instead.")
-    learning_rate: float | None = help_field(
-        None, "Strength. None: as the decoder grid selects, which is run if needed."
-    )
-    feature_factor: float | None = help_field(None, "With learning_rate. None: the one that pushes the right way.")
-    dtype: str | None = help_field(None, "float32, bfloat16, float16 or float64. None: that of the base model's files.")
-    max_shard_size: str = help_field("5GB", "Weights are saved in files of at most this size.")
+    target_class: str | None = None
+    """The class to make more probable (required, but for a given factor)."""
+    output_dir: str | None = None
+    """Directory of the changed model (required)."""
+    weaken: bool = False
+    """Make the class less probable instead."""
+    learning_rate: float | None = None
+    """Strength. None: as the decoder grid selects, which is run if needed."""
+    feature_factor: float | None = None
+    """With learning_rate. None: the one that pushes the right way."""
+    dtype: str | None = None
+    """float32, bfloat16, float16 or float64. None: that of the base model's files."""
+    max_shard_size: str = "5GB"
+    """Weights are saved in files of at most this size."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,36 +16,56 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradiend_dist.commands.flags import CommandParser
-from gradiend_dist.config.arguments import help_field
 from gradiend_dist.config.checks import require, require_positive
-from gradiend_dist.errors import UserError
+from gradiend_dist.config.fields import documented
+from gradiend_dist.errors import UserError, exit_code, print_line
+
+NAME = "gradiend-dist submit"
 
 ENGINES = ("auto", "single", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload")
 
 SUBMIT_SECONDS = 120.0
 
 
+@documented
 @dataclass(kw_only=True)
 class JobOptions:
     """What is asked of Slurm. What is not given is as launch/train.sbatch, or the cluster, has it."""
 
-    nodes: int = help_field(1, "Nodes.")
-    gpus_per_node: int | None = help_field(None, "GPUs of each node, one rank each. None: one rank on CPUs.")
-    engine: str = help_field("auto", f"One of {', '.join(ENGINES)}.")
-    time: str | None = help_field(None, "Time limit, e.g. 8:00:00; the job goes on by itself after it.")
-    partition: str | None = help_field(None, "Partition.")
-    account: str | None = help_field(None, "Account.")
-    qos: str | None = help_field(None, "Quality of service.")
-    constraint: str | None = help_field(None, "Features that nodes must have.")
-    cpus_per_task: int | None = help_field(None, "CPUs of each node.")
-    mem: str | None = help_field(None, "Memory of each node, e.g. 128G.")
-    job_name: str | None = help_field(None, "Name of the job. None: that of experiment_dir.")
-    log_dir: str = help_field("logs", "Logs of the ranks go to log_dir/JOB.")
-    sbatch_options: str = help_field("", "Further options of sbatch: --sbatch_options='--exclusive --mail-type=END'.")
-    seeds: int | None = help_field(None, "Train so many seeds, each as a job of an array, then select the best.")
-    pairs: str | None = help_field(None, "File with a pair of classes a line: one job of an array for each.")
-    parallel: int | None = help_field(None, "Jobs of an array that run at the same time.")
-    config: str | None = help_field(None, "Configuration of the training; what follows -- overrides it.")
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: int | None = None
+    """GPUs of each node, one rank each. None: one rank on CPUs."""
+    engine: str = "auto"
+    """One of auto, single, multi_gpu, fsdp2, zero1, zero2, zero3, zero3_offload."""
+    time: str | None = None
+    """Time limit, e.g. 8:00:00; the job goes on by itself after it."""
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    cpus_per_task: int | None = None
+    """CPUs of each node."""
+    mem: str | None = None
+    """Memory of each node, e.g. 128G."""
+    job_name: str | None = None
+    """Name of the job. None: that of experiment_dir."""
+    log_dir: str = "logs"
+    """Logs of the ranks go to log_dir/JOB."""
+    sbatch_options: str = ""
+    """Further options of sbatch: --sbatch_options='--exclusive --mail-type=END'."""
+    seeds: int | None = None
+    """Train so many seeds, each as a job of an array, then select the best."""
+    pairs: str | None = None
+    """File with a pair of classes a line: one job of an array for each."""
+    parallel: int | None = None
+    """Jobs of an array that run at the same time."""
+    config: str | None = None
+    """Configuration of the training; what follows -- overrides it."""
 
 
 def home() -> Path:
@@ -61,7 +81,7 @@ def parse(argv: Sequence[str]) -> tuple[JobOptions, list[str], bool]:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = CommandParser(
         {"the job": JobOptions},
-        prog="gradiend-dist submit",
+        prog=NAME,
         description="Submit a training to Slurm: one job, or with --seeds or --pairs an array and a job after it. "
         "What stands behind -- are further arguments of the training.",
     )
@@ -157,21 +177,22 @@ def environment() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options, training, dry_run = parse(sys.argv[1:] if argv is None else argv)
-        command, added = command_line(options, training), environment()
-        for name, value in added.items():
-            print(f"{name}={shlex.quote(value)} \\")
-        print(shlex.join(command), flush=True)
-        if not dry_run:
-            return submit(command, added)
-        if command[0] == "bash":  # the script of arrays shows what it would submit
-            command.insert(2, "--dry_run")
-            return subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=False).returncode
-        return 0
-    except UserError as error:
-        print(f"gradiend-dist submit: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code(NAME, lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the command that submits, and run it unless this is a rehearsal."""
+    options, training, dry_run = parse(argv)
+    command, added = command_line(options, training), environment()
+    for name, value in added.items():
+        print(f"{name}={shlex.quote(value)} \\")
+    print(shlex.join(command), flush=True)
+    if not dry_run:
+        return submit(command, added)
+    if command[0] == "bash":  # the script of arrays shows what it would submit
+        command.insert(2, "--dry_run")
+        return subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=False).returncode
+    return 0
 
 
 def submit(command: list[str], added: dict[str, str]) -> int:
@@ -182,7 +203,7 @@ def submit(command: list[str], added: dict[str, str]) -> int:
     try:
         done = subprocess.run(command, env={**os.environ, **added}, timeout=SUBMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        print("gradiend-dist submit: error: Slurm does not answer: try again later.", file=sys.stderr)
+        print_line(NAME, "error: Slurm does not answer: try again later.")
         return 1
     return 1 if done.returncode else 0
 

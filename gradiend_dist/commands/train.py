@@ -16,21 +16,16 @@ from transformers import TrainerCallback, TrainerState
 
 from gradiend_dist.commands.flags import CommandParser, with_numbers
 from gradiend_dist.commands.process import Process
-from gradiend_dist.config.arguments import (
-    EvaluationArguments,
-    FeatureArguments,
-    LoopArguments,
-    ModelArguments,
-    OutputArguments,
-    PostPruneConfig,
-    PrePruneConfig,
-    SeedArguments,
-    TrackingArguments,
-    TrainingArguments,
-    help_field,
-)
-from gradiend_dist.config.checks import check_types
-from gradiend_dist.config.mapping import from_mapping
+from gradiend_dist.config.arguments import RunArguments, TrainingArguments
+from gradiend_dist.config.checks import check_types, require
+from gradiend_dist.config.fields import FLAG, NO_FLAG
+from gradiend_dist.config.groups.evaluation import EvaluationArguments
+from gradiend_dist.config.groups.loop import LoopArguments
+from gradiend_dist.config.groups.model import DeviceArguments, ModelArguments
+from gradiend_dist.config.groups.optimizer import OptimizerArguments
+from gradiend_dist.config.groups.output import OutputArguments
+from gradiend_dist.config.groups.seeds import SeedArguments
+from gradiend_dist.config.groups.tracking import TrackingArguments
 from gradiend_dist.data.config import TextPredictionConfig
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.errors import UserError
@@ -44,77 +39,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
-class FeatureOptions:
-    """What to learn, and from which rows."""
-
-    model: str | None = help_field(None, "Path or hub id of the base model (required).")
-    data: str | None = help_field(None, "CSV, Parquet or JSONL file, directory, or hub id with a subset per class.")
-    hf_dataset: str | None = help_field(None, "Hub id of a dataset that is one table.")
-    hf_subset: list[str] | None = help_field(None, "Subsets of hf_dataset.")
-    hf_splits: list[str] | None = help_field(None, "Splits of the hub dataset.")
-    dataset_trust_remote_code: bool | None = help_field(None, "Passed on to datasets.load_dataset.")
-    run_id: str | None = help_field(None, "Results go to experiment_dir/run_id.")
-    target_classes: list[str] | None = help_field(None, "The two classes; the first is encoded towards +1.")
-    all_classes: list[str] | None = help_field(None, "All classes that matter. None: all in the data.")
-    masked_col: str = help_field("masked", "Column of the sentence with the blank.")
-    label_col: str = help_field("label", "Column of the word at the blank.")
-    label_class_col: str = help_field("label_class", "Column of that word's class.")
-    alternative_col: str = help_field("alternative", "Column of the alternative word.")
-    alternative_class_col: str = help_field("alternative_class", "Column of the alternative word's class.")
-    use_class_names_as_columns: bool = help_field(True, "Take columns named like classes as their words.")
-    split_col: str | None = help_field("split", "Column of the split; null: split rows at random; heldout: by word.")
-    split_group_col: str | None = help_field(None, "With heldout: the column that is not shared between splits.")
-    split_train_ratio: float = help_field(0.8, "Share of the train split.")
-    split_val_ratio: float = help_field(0.1, "Share of the validation split.")
-    split_test_ratio: float = help_field(0.1, "Share of the test split.")
-    max_counterfactuals_per_sentence: int = help_field(1, "Alternatives drawn for each sentence.")
-    random_state: int | None = help_field(None, "Seed of drawn alternatives. None: seed.")
-    eval_neutral_data: str | None = help_field(None, "File of sentences without the feature.")
-    eval_neutral_additional_excluded_words: list[str] | None = help_field(None, "Words never hidden in them.")
-    eval_neutral_max_rows: int | None = help_field(None, "At most this many neutral sentences.")
-    decoder_eval_targets: dict[str, Any] | str | None = help_field(
-        None, "Words of each class for the decoder grid, as YAML: '{M: [he], F: [she]}', or label: each row's own."
-    )
-    decoder_eval_restrict_to_target_classes: bool = help_field(True, "Of these, measure the target classes alone.")
-    decoder_eval_prob_on_other_class: bool = help_field(True, "Strengthening counts on the other class's rows.")
-    decoder_eval_export_row_wise_csv: bool = help_field(False, "Also write each row's probabilities.")
-    decoder_eval_ignore_tokens: list[str] | None = help_field(None, "Words left out of the language-model score.")
-    decoder_eval_lms_max_samples: int | None = help_field(None, "Rows and texts of the decoder grid, at most.")
-    img_format: str = help_field("png", "Format of plots.")
-    img_dpi: int | None = help_field(None, "Resolution of plots.")
-
-
-@dataclass(kw_only=True)
-class RunOptions:
-    """Pruning and fidelity."""
-
-    pre_prune_config: dict[str, Any] | None = help_field(
-        None, "Prune before training, as YAML: '{n_samples: 16, topk: 0.01, source: diff}'."
-    )
-    post_prune_config: dict[str, Any] | None = help_field(
-        None, "Prune after training, as YAML: '{topk: 0.05, part: decoder-weight}'."
-    )
-    compat: str | None = help_field(None, "gradiend-0.2: reproduce the reference package, defects included.")
-    metadata: dict[str, Any] = help_field(dict, "Free facts to keep in training.json, as YAML.")
+# Headings of --help and of docs/arguments.md, and the arguments below each.
+GROUPS: dict[str, type] = {
+    "feature and data": TextPredictionConfig,
+    "base model and GRADIEND model": ModelArguments,
+    "devices and memory": DeviceArguments,
+    "training loop": LoopArguments,
+    "start and optimizer": OptimizerArguments,
+    "evaluation": EvaluationArguments,
+    "seeds": SeedArguments,
+    "tracking": TrackingArguments,
+    "pruning and fidelity": RunArguments,
+    "output": OutputArguments,
+}
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser(
-        {
-            "feature and data": FeatureOptions,
-            "which rows are trained on": FeatureArguments,
-            "base model, GRADIEND model and devices": ModelArguments,
-            "training loop": LoopArguments,
-            "evaluation": EvaluationArguments,
-            "seeds": SeedArguments,
-            "tracking": TrackingArguments,
-            "pruning and fidelity": RunOptions,
-            "output": OutputArguments,
-        },
+        GROUPS,
         prog="gradiend-dist train",
         description="Train GRADIEND models for one feature of a language model and promote the best seed.",
     )
+    parser.add_argument("--model", type=str, help="path or hub id of the base model (required)")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with the flags' names as keys; flags win")
     parser.add_argument("--dry_run", action="store_true", default=False, help="check everything, print the plan, stop")
     return parser
@@ -137,18 +83,23 @@ def parse(argv: Sequence[str]) -> Command:
         raise UserError("model is missing: pass --model PATH_OR_HUB_ID, or write model: ... in the configuration.")
     if values["data"] is None and values["hf_dataset"] is None:
         raise UserError("data is missing: pass --data FILE_OR_DIRECTORY or --hf_dataset ID.")
-    for name, kind in (("pre_prune_config", PrePruneConfig), ("post_prune_config", PostPruneConfig)):
+    for name in ("pre_prune_config", "post_prune_config"):
         if values[name] is not None:
-            if not isinstance(values[name], dict):
-                raise UserError(f"{name}={values[name]!r} is no mapping: write e.g. '{{topk: 0.01}}'.")
-            values[name] = from_mapping(kind, with_numbers(values[name]), name)
-    feature_names = {item.name for item in dataclasses.fields(FeatureOptions)}
+            require(
+                isinstance(values[name], dict), f"{name}={values[name]!r} is no mapping: write e.g. '{{topk: 0.01}}'."
+            )
+            values[name] = with_numbers(values[name])
     training_names = {item.name for item in dataclasses.fields(TrainingArguments)}
-    feature = {name: value for name, value in values.items() if name in feature_names}
-    check_types(FeatureOptions(**feature))
+    feature = {name: values[name] for name in feature_flags()}
+    check_types(TextPredictionConfig, feature, as_flags=True)
     config = TextPredictionConfig(**feature)
     args = TrainingArguments(**{name: value for name, value in values.items() if name in training_names})
     return Command(model, config, args, bool(values["dry_run"]))
+
+
+def feature_flags() -> list[str]:
+    """The fields of the feature's configuration that a flag or a file can give."""
+    return [item.name for item in dataclasses.fields(TextPredictionConfig) if item.metadata.get(FLAG) is not NO_FLAG]
 
 
 def run(command: Command, interrupt: Interrupt) -> int:
@@ -221,8 +172,7 @@ def resolved(command: Command) -> str:
     from gradiend_dist.storage.provenance import git_hash
 
     values: dict[str, Any] = {"model": command.model}
-    for name in (item.name for item in dataclasses.fields(FeatureOptions) if item.name != "model"):
-        values[name] = getattr(command.config, name)
+    values.update({name: getattr(command.config, name) for name in feature_flags()})
     # As one run: this may be a task of an array, or the selection after it.
     values.update({**command.args.to_dict(), "only_seed": None, "select_only": False})
     header = f"# gradiend_dist {__version__}, git {git_hash()}\n# again: gradiend-dist train --config {RUN_CONFIG}\n"

@@ -6,9 +6,11 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
+from gradiend_dist.config.fields import NO_FLAG, flag_type
 from gradiend_dist.errors import UserError
 
 _NAMES = {
@@ -16,14 +18,22 @@ _NAMES = {
 }  # fmt: skip
 
 
-def check_types(arguments: Any, prefix: str = "") -> None:
-    """Every field has a value of its type, and numbers are finite; the field's help is the remedy."""
-    hints = typing.get_type_hints(type(arguments))
-    for item in dataclasses.fields(arguments):
-        value, hint = getattr(arguments, item.name), hints[item.name]
+def check_types(kind: type, values: Mapping[str, Any], prefix: str = "", *, as_flags: bool = False) -> None:
+    """Every field has a value of its type, and numbers are finite; the field's help is the remedy.
+
+    `as_flags`: of the type that its flag is read as, where that is another one.
+    """
+    hints = typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        hint = flag_type(item, hints[item.name]) if as_flags else hints[item.name]
+        if hint is NO_FLAG:
+            continue
+        value = values[item.name]
         if not fits(value, hint):
-            remedy = item.metadata.get("help", "see the documentation of this argument.")
-            raise UserError(f"{prefix}{item.name}={value!r} is not {describe(hint)}: {remedy}")
+            choices = choices_of(hint)
+            if choices and isinstance(value, str):
+                require_choice(prefix + item.name, value, choices)
+            raise UserError(f"{prefix}{item.name}={value!r} is not {describe(hint)}: {item.metadata['help']}")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -33,6 +43,8 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if is_union(hint):
         return any(fits(value, part) for part in parts)
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str) and value in parts
     if hint in (int, float):
         number = Integral if hint is int else Real
         return isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
@@ -47,10 +59,19 @@ def is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The words that a Literal type, or an optional one, allows; empty for any other type."""
+    if is_union(hint):
+        return tuple(choice for part in typing.get_args(hint) for choice in choices_of(part))
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
 def describe(hint: Any) -> str:
     """The type in words: "a whole number or null"."""
     if is_union(hint):
         return " or ".join(describe(part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return _NAMES[str]
     if typing.get_origin(hint) is not None:
         return f"a {str(hint).replace('typing.', '')}"
     return _NAMES.get(hint, f"a {hint.__name__}")
@@ -87,3 +108,7 @@ def check_topk(name: str, topk: int | float | None) -> None:
 
 def check_seed(name: str, seed: int | None) -> None:
     require(seed is None or 0 <= seed < 2**32, f"{name}={seed} is not in [0, 2^32): pass another.")
+
+
+def require_share(name: str, value: float) -> None:
+    require(0 <= value <= 1, f"{name}={value} is not a share: pass 0 to 1.")

@@ -18,9 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradiend_dist.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
+    """The decisions that a run takes as the reference does, or better."""
+
     reference_data: bool
     """Alternatives drawn from all splits and upper-cased after "I"; remainders of groups dropped, tails of large groups
     never used, the same order in every epoch. Corrected: same split, every row, order reshuffled per epoch."""
@@ -54,9 +58,8 @@ class Behaviour:
     """The untrained model's correlation can win `best`, and then the last model is kept; without evaluation the model
     of step 1 is kept. Corrected: trained steps compete; without evaluation the last model is kept."""
 
-    model_arguments_ignored: bool
-    """latent_dim, activation_encoder, activation_decoder, bias_decoder, torch_dtype and evaluate_fn have no effect on
-    training. Corrected: they have."""
+    ignored_arguments: tuple[str, ...]
+    """Arguments that are accepted and lost on the way to the model: they have no effect. Corrected: they have."""
 
     no_strategy_is_ignored: bool
     """eval_strategy=no and save_strategy=no have no effect. Corrected: nothing is evaluated, no checkpoint is kept."""
@@ -96,6 +99,10 @@ class Behaviour:
     mean_threshold_always: bool
     """convergent_mean_by_class_threshold=None means 0.5. Corrected: None switches the condition off."""
 
+    keeps_convergent_seeds: bool
+    """Where nothing is said of them, the model files of all converged seeds stay. Corrected: those of the best alone,
+    as keep_seed_runs=False promises."""
+
     max_steps_is_a_cap: bool
     """max_steps does not extend num_train_epochs. Corrected: it overrides them."""
 
@@ -109,7 +116,14 @@ REFERENCE = Behaviour(
     flip_below=-0.6,
     flip_decoder_bias=True,
     step_zero_competes=True,
-    model_arguments_ignored=True,
+    ignored_arguments=(
+        "latent_dim",
+        "activation_encoder",
+        "activation_decoder",
+        "bias_decoder",
+        "torch_dtype",
+        "evaluate_fn",
+    ),  # fmt: skip
     no_strategy_is_ignored=True,
     evaluation_by_class=True,
     differences_unevaluated=True,
@@ -120,6 +134,7 @@ REFERENCE = Behaviour(
     one_converged_is_enough=True,
     loss_only_supervised=True,
     mean_threshold_always=True,
+    keeps_convergent_seeds=True,
     max_steps_is_a_cap=True,
 )
 
@@ -132,7 +147,7 @@ CORRECTED = Behaviour(
     flip_below=0.0,
     flip_decoder_bias=False,
     step_zero_competes=False,
-    model_arguments_ignored=False,
+    ignored_arguments=(),
     no_strategy_is_ignored=False,
     evaluation_by_class=False,
     differences_unevaluated=False,
@@ -143,5 +158,13 @@ CORRECTED = Behaviour(
     one_converged_is_enough=False,
     loss_only_supervised=False,
     mean_threshold_always=False,
+    keeps_convergent_seeds=False,
     max_steps_is_a_cap=False,
 )
+
+
+def behaviour_of(compat: str | None) -> Behaviour:
+    """What the argument `compat` stands for."""
+    if compat not in (None, "gradiend-0.2"):
+        raise UserError(f"compat={compat!r} is not known: pass gradiend-0.2, or leave it out.")
+    return REFERENCE if compat else CORRECTED

@@ -4,92 +4,96 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from gradiend_dist.config.checks import fits
+from gradiend_dist.config.fields import FLAG, NO_FLAG, documented
+from gradiend_dist.config.groups.feature import ClassArguments
 from gradiend_dist.data.splits import HELDOUT, GroupKey, Ratios, normalise_split
 from gradiend_dist.errors import UserError
 
 SPLIT_COLUMN = "split"
 
 
+@documented
 @dataclass(kw_only=True)
-class TextPredictionConfig:
+class TextPredictionConfig(ClassArguments):
     """What feature to learn and from which rows: the reference's data fields with its defaults."""
 
-    data: str | Path | pd.DataFrame | dict[str, pd.DataFrame] | None = None
-    """A table, a frame per class, a csv/parquet/jsonl file, a directory, or a hub id with a configuration per class."""
+    data: str | Path | pd.DataFrame | dict[str, pd.DataFrame] | None = field(default=None, metadata={FLAG: str | None})
+    """CSV, Parquet or JSONL file, directory, or hub id with a subset per class; in Python also a table, or a table for
+    each class."""
     hf_dataset: str | None = None
     """Hub id of a dataset that is one table."""
-    hf_subset: str | list[str] | None = None
-    """Configurations of hf_dataset to read; None: all."""
+    hf_subset: str | list[str] | None = field(default=None, metadata={FLAG: list[str] | None})
+    """Subsets of hf_dataset. None: all."""
     hf_splits: list[str] | None = None
-    """Splits of the hub dataset to read; None: all."""
+    """Splits of the hub dataset. None: all."""
     dataset_trust_remote_code: bool | None = None
-    """Passed to `datasets.load_dataset` unless None."""
-    target_classes: list[str] | None = None
-    """The two classes of the feature: the first is encoded towards +1. None: the data has exactly two, sorted."""
-    all_classes: list[str] | None = None
-    """All classes that matter, also those outside the feature; None: all in the data."""
-    masked_col: str = "masked"
-    """Column with the sentence, the placeholder in place of the token."""
-    label_col: str = "label"
-    """Column with the token that stands in the sentence."""
-    label_class_col: str = "label_class"
-    """Column with the class of that token."""
-    mask_placeholder: str = "[MASK]"
-    """What marks the token's place in the sentences; independent of the tokenizer's mask token."""
-    split_col: str | None = SPLIT_COLUMN
-    """Column with the split; None: split rows at random; "heldout": no token is in two splits."""
-    split_group_col: str | None = None
-    """With "heldout": the column whose values must not be in two splits, "factual" (default) or "masked"."""
-    split_group_key: GroupKey = None
-    """With "heldout": function(s) that map equivalent values to one; default: strip and casefold."""
-    split_ratios: Sequence[float] | Mapping[str, float] | None = None
-    """Shares of train, validation and test, if given in place of the three below."""
-    split_train_ratio: float = 0.8
-    split_val_ratio: float = 0.1
-    split_test_ratio: float = 0.1
-    alternative_col: str | None = "alternative"
-    """Column of a table with the token of the other class."""
-    alternative_class_col: str | None = "alternative_class"
-    """Column of a table with that other class."""
-    use_class_names_as_columns: bool = True
-    """A column named like a class holds the tokens of that class."""
-    max_counterfactuals_per_sentence: int = 1
-    """How many different alternatives are drawn for a sentence that has none written down."""
-    random_state: int | None = None
-    """Seed of those draws; None: the seed of the run."""
-    class_merge_map: dict[str, list[str]] | None = None
-    """New class -> the classes of the data that it consists of."""
-    class_merge_transition_groups: list[list[str]] | None = None
-    """Only classes of the data that share a group are each other's alternatives."""
-    eval_neutral_data: pd.DataFrame | list[str] | str | Path | None = None
-    """Texts without the feature: frame, list, file (csv, parquet, jsonl, txt) or hub id."""
-    eval_neutral_additional_excluded_words: list[str] | None = None
-    """Words that are never masked in neutral texts, besides the targets."""
-    eval_neutral_max_rows: int | None = None
-    """Use only the first neutral texts."""
-    decoder_eval_targets: dict[str, list[str]] | str | None = None
-    """Each class's words whose probabilities are measured; "label": each row's own; None: all words of a class in the
-    data, each row's own where classes share words."""
-    decoder_eval_restrict_to_target_classes: bool = True
-    """Measure the words of the target classes alone, if more are given."""
-    decoder_eval_prob_on_other_class: bool = True
-    """A class is strengthened by its probability on the other class's rows; False: on its own."""
-    decoder_eval_export_row_wise_csv: bool = False
-    """Also write the base model's probabilities of each row's own words."""
-    decoder_eval_ignore_tokens: list[str] | None = None
-    """Words that do not count in the language-model score; None: those of the feature, where its rows are the text."""
-    decoder_eval_lms_max_samples: int | None = None
-    """At most this many rows and texts of a decoder evaluation, where no other cap is given."""
+    """Passed on to datasets.load_dataset unless None."""
     run_id: str | None = None
-    """Sub-directory of the experiment."""
+    """Results go to experiment_dir/run_id."""
+    target_classes: list[str] | None = None
+    """The two classes; the first is encoded towards +1. None: the data has exactly two, sorted."""
+    all_classes: list[str] | None = None
+    """All classes that matter, also those outside the feature. None: all in the data."""
+    masked_col: str = "masked"
+    """Column of the sentence with the blank."""
+    label_col: str = "label"
+    """Column of the word at the blank."""
+    label_class_col: str = "label_class"
+    """Column of that word's class."""
+    alternative_col: str | None = "alternative"
+    """Column of the alternative word."""
+    alternative_class_col: str | None = "alternative_class"
+    """Column of the alternative word's class."""
+    use_class_names_as_columns: bool = True
+    """Take columns named like classes as their words."""
+    split_col: str | None = SPLIT_COLUMN
+    """Column of the split; null: split rows at random; heldout: by word, so that no word is in two splits."""
+    split_group_col: str | None = None
+    """With heldout: the column that is not shared between splits, factual (default) or masked."""
+    split_group_key: GroupKey = field(default=None, metadata={FLAG: NO_FLAG})
+    """With heldout: function(s) that map equivalent values to one; None: strip and casefold. Python only."""
+    split_ratios: Sequence[float] | Mapping[str, float] | None = field(default=None, metadata={FLAG: NO_FLAG})
+    """Shares of train, validation and test in one, in place of the three below; Python only."""
+    split_train_ratio: float = 0.8
+    """Share of the train split."""
+    split_val_ratio: float = 0.1
+    """Share of the validation split."""
+    split_test_ratio: float = 0.1
+    """Share of the test split."""
+    max_counterfactuals_per_sentence: int = 1
+    """Different alternatives drawn for each sentence that has none written down."""
+    random_state: int | None = None
+    """Seed of drawn alternatives. None: seed."""
+    eval_neutral_data: pd.DataFrame | list[str] | str | Path | None = field(default=None, metadata={FLAG: str | None})
+    """File (CSV, Parquet, JSONL, text) or hub id of sentences without the feature; in Python also a table or a list."""
+    eval_neutral_additional_excluded_words: list[str] | None = None
+    """Words never hidden in them, besides the targets."""
+    eval_neutral_max_rows: int | None = None
+    """Use only the first neutral sentences, at most this many."""
+    decoder_eval_targets: dict[str, list[str]] | str | None = field(
+        default=None, metadata={FLAG: dict[str, Any] | str | None}
+    )
+    """Words of each class for the decoder grid, as YAML: '{M: [he], F: [she]}', or label: each row's own. None: all
+    words of a class in the data, each row's own where classes share words."""
+    decoder_eval_restrict_to_target_classes: bool = True
+    """Of these, measure the target classes alone."""
+    decoder_eval_prob_on_other_class: bool = True
+    """Strengthening counts on the other class's rows. False: on its own."""
+    decoder_eval_export_row_wise_csv: bool = False
+    """Also write each row's probabilities under the base model."""
+    decoder_eval_ignore_tokens: list[str] | None = None
+    """Words left out of the language-model score. None: those of the feature, where its rows are the text."""
+    decoder_eval_lms_max_samples: int | None = None
+    """Rows and texts of the decoder grid, at most, where no other cap is given."""
     img_format: str = "png"
-    """File type of plots."""
+    """Format of plots."""
     img_dpi: int | None = None
     """Resolution of plots."""
 
@@ -98,8 +102,7 @@ class TextPredictionConfig:
             raise UserError("data and hf_dataset are both given: give the one to read.")
         if self.hf_subset is not None and self.hf_dataset is None:
             raise UserError(f"hf_subset={self.hf_subset!r} needs hf_dataset: name the hub dataset there.")
-        if not self.mask_placeholder:
-            raise UserError("mask_placeholder is empty: give the marker that stands in the sentences, e.g. '[MASK]'.")
+        self.check()
         if self.run_id is not None and (Path(self.run_id).is_absolute() or ".." in Path(self.run_id).parts):
             raise UserError(f"run_id={self.run_id!r} leads out of experiment_dir: give the name of a directory in it.")
         targets = self.decoder_eval_targets

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradiend_dist.config.arguments import ACTIVATIONS, PARTS
 from gradiend_dist.config.checks import require_choice
+from gradiend_dist.config.choices import ACTIVATIONS, PARTS
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.entries import count_to_keep, select_entries_to_keep
 from gradiend_dist.space import ParameterSpace, Slices

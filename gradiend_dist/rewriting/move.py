@@ -25,8 +25,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradiend_dist.config.arguments import PARTS
 from gradiend_dist.config.checks import require_choice
+from gradiend_dist.config.choices import PARTS
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.fsdp import reshard
 from gradiend_dist.errors import UserError

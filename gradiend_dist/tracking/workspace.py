@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from gradiend_dist.config.arguments import help_field
 from gradiend_dist.config.checks import require
+from gradiend_dist.config.fields import documented
 from gradiend_dist.distributed.clock import SECTIONS
 from gradiend_dist.errors import UserError
 from gradiend_dist.tracking.alerts import alert_table
@@ -41,16 +41,23 @@ class ServerError(RuntimeError):
     """W&B cannot be reached or says no: one sentence with the remedy, and exit code 1."""
 
 
+@documented
 @dataclass(kw_only=True)
 class DashboardOptions:
     """Which workspace, and what it shows."""
 
-    entity: str | None = help_field(None, "User or team that owns the project. None: WANDB_ENTITY.")
-    project: str | None = help_field(None, f"Project of the runs. None: WANDB_PROJECT, or {PROJECT}.")
-    name: str | None = help_field(None, f"Name of the workspace. None: {NAME}, or with url the one it has.")
-    url: str | None = help_field(None, "Update this saved view. None: create one.")
-    class_names: list[str] | None = help_field(None, "Classes that get a panel of their own besides the common one.")
-    dry_run: bool = help_field(False, "Print the workspace as JSON and send nothing.")
+    entity: str | None = None
+    """User or team that owns the project. None: WANDB_ENTITY."""
+    project: str | None = None
+    """Project of the runs. None: WANDB_PROJECT, or gradiend_dist."""
+    name: str | None = None
+    """Name of the workspace. None: GRADIEND training, or with url the one it has."""
+    url: str | None = None
+    """Update this saved view. None: create one."""
+    class_names: list[str] | None = None
+    """Classes that get a panel of their own besides the common one."""
+    dry_run: bool = False
+    """Print the workspace as JSON and send nothing."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 from torch import Tensor
 
-from gradiend_dist.config.arguments import ITEMS_OF_A_SIDE, PrePruneConfig, TrainingArguments
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.config.groups.evaluation import ITEMS_OF_A_SIDE
+from gradiend_dist.config.pruning import PrePruneConfig
 from gradiend_dist.data.schedule import Schedule, cap_per_group, make_schedule
 from gradiend_dist.data.table import FeatureData
 from gradiend_dist.evaluation.encoder import EncoderEvaluation

@@ -10,9 +10,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gradiend_dist.config.arguments import PostPruneConfig, PrePruneConfig
 from gradiend_dist.config.checks import check_topk
 from gradiend_dist.config.compat import Behaviour
+from gradiend_dist.config.pruning import PostPruneConfig, PrePruneConfig
 from gradiend_dist.data.schedule import make_schedule
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError

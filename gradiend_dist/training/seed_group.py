@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from gradiend_dist.config.arguments import PostPruneConfig, PrePruneConfig, TrainingArguments
+from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.checks import require
+from gradiend_dist.config.pruning import PostPruneConfig, PrePruneConfig
 from gradiend_dist.engines.base import StepOptions
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.storage.files import explained

@@ -462,7 +462,7 @@ def test_refinement__a_worse_step_does_not_replace_the_closed_form(
     masked_lm: Path, feature_frames: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps a thousand times as large ruin decoder and encoder; the closed form is what is promoted."""
-    monkeypatch.setattr("gradiend_dist.config.arguments.AUTO_RATE", 30.0)
+    monkeypatch.setattr("gradiend_dist.config.groups.optimizer.AUTO_RATE", 30.0)
     trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1, max_steps=9, learning_rate="auto").train()
     record = trainer.get_training_stats()
     assert record["best_score_checkpoint"]["global_step"] == 0

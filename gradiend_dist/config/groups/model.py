@@ -1,0 +1,69 @@
+"""The base model and the GRADIEND model over it; where they are, and what memory they may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gradiend_dist.config.checks import require, require_positive
+from gradiend_dist.config.choices import Activation
+from gradiend_dist.config.fields import documented
+
+
+@documented
+@dataclass(kw_only=True)
+class ModelArguments:
+    """The base model and the GRADIEND model over it."""
+
+    params: list[str] | None = None
+    """Names or wildcards of the base weights to use. None: the backbone."""
+    prediction_objective: Literal["auto", "mlm_mask_token", "clm_next_token"] = "auto"
+    """One of auto, mlm_mask_token, clm_next_token."""
+    latent_dim: int = 1
+    """Width of the bottleneck."""
+    activation_encoder: Activation = "tanh"
+    """One of tanh, relu, leakyrelu, gelu, silu, elu, sigmoid, smht, id."""
+    activation_decoder: Activation = "id"
+    """One of tanh, relu, leakyrelu, gelu, silu, elu, sigmoid, smht, id."""
+    bias_decoder: bool = True
+    """Give the decoder a bias."""
+    torch_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the base model: float32, bfloat16 or float16; GRADIEND itself stays in float32."""
+    bf16: bool = False
+    """Run the base model under bfloat16 autocast."""
+    fp16: bool = False
+    """Run the base model under float16 autocast with loss scaling."""
+    trust_remote_code: bool = False
+    """Run model code from the hub. Only for models you trust."""
+
+    def check(self) -> None:
+        require_positive("latent_dim", self.latent_dim)
+        require(not (self.bf16 and self.fp16), "bf16 and fp16 are both set: pass only one.")
+        require(self.params != [], "params is empty: name at least one weight, or leave it out for the whole backbone.")
+
+
+@documented
+@dataclass(kw_only=True)
+class DeviceArguments:
+    """Where the models are, and what memory gradients may use."""
+
+    device: str | None = None
+    """Put everything on this device."""
+    device_encoder: str | None = None
+    """Device of the encoder."""
+    device_decoder: str | None = None
+    """Device of the decoder."""
+    device_base_model: str | None = None
+    """Device of the base model."""
+    encoder_decoder_same_device: bool = False
+    """On 2+ GPUs: encoder and decoder on 0, base on 1."""
+    ddp_timeout: int = 1800
+    """Seconds after which a rank that does not answer ends the run."""
+    use_cached_gradients: bool = False
+    """Keep gradients on disk and use them in later runs."""
+    gradient_store_gib: float | None = None
+    """Memory for gradients that are used again, in GiB. None: a quarter of what is free."""
+
+    def check(self) -> None:
+        require_positive("ddp_timeout", self.ddp_timeout)
+        require_positive("gradient_store_gib", self.gradient_store_gib, zero=True)
