@@ -38,7 +38,7 @@ demo: $(INSTALLED)  ## write the embedded example to runs/demo, train on it and 
 	$(BIN)/python -m gradiend_dist.demo runs/demo
 	@# --quiet: a failed run ends with its own message, not with a second traceback of the launcher.
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/single.yaml -m gradiend_dist.train --config runs/demo/run.yaml
-	$(BIN)/gradiend-dist evaluate runs/demo/results_masked --scaling curvature
+	$(BIN)/gradiend-dist evaluate runs/demo/results_masked
 
 .PHONY: test
 test: lint pytest  ## linter, types and the default test suite; under ten minutes on two cores
@@ -64,6 +64,12 @@ pytest: $(INSTALLED)
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
+.PHONY: test-chaos
+test-chaos: $(INSTALLED)  ## signals at random times and damaged files; half an hour. CHAOS_SEED=N for other times
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/driver.py --seed $${CHAOS_SEED:-0} --tries 100
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/driver.py --seed $${CHAOS_SEED:-0} --tries 12 --real
+	$(BIN)/python -m pytest -m slow tests/chaos/test_damaged_files.py
+
 .PHONY: test-slurm
 test-slurm: $(INSTALLED)  ## jobs on a real Slurm, which is installed (Debian, as root) and started for it; 15 minutes
 	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \
@@ -87,9 +93,18 @@ bench-grid: $(INSTALLED)  ## the decoder grid against the reference package; eig
 bench-convergence: $(INSTALLED)  ## the closed form against training from a random start; half an hour of an idle machine
 	$(BIN)/python benchmarks/convergence.py
 
+.PHONY: bench-effect
+# More base models: make bench-effect MODELS="--causal DIR --masked DIR --corpus DIR"
+bench-effect: $(INSTALLED)  ## what rewriting does at equal harm, against rivals; four minutes of an idle machine
+	$(BIN)/python benchmarks/effect.py $(MODELS)
+
 .PHONY: bench-tracking
 bench-tracking: $(INSTALLED)  ## training speed while W&B answers, refuses, stalls or limits; five minutes of an idle machine
 	$(BIN)/python benchmarks/tracking.py
+
+.PHONY: gpu-smoke
+gpu-smoke: $(INSTALLED)  ## what must hold on a machine with two or more GPUs; five minutes
+	$(BIN)/python benchmarks/gpu_smoke.py
 
 .PHONY: clean
 clean:  ## remove .venv, runs/demo, builds and caches

@@ -176,7 +176,7 @@ def class_direction(trainer: TextPredictionTrainer, space: ParameterSpace) -> Te
 def batches(trainer: TextPredictionTrainer) -> Sequence[Any]:
     """Row numbers of every training item."""
     args = trainer.args
-    return make_schedule(trainer.inputs.training_rows(), args.train_batch_size, seed=args.data_seed).batches
+    return make_schedule(trainer.inputs.training.rows, args.train_batch_size, seed=args.data_seed).batches
 
 
 # Counting gradients

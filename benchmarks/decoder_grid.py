@@ -104,10 +104,18 @@ def score_base_model(name: str, trainer: Any, model: Any) -> None:
         asked = {"training_like_df": rows, "neutral_df": texts}
         trainer.evaluate_base_model(model.base_model, model.tokenizer, use_cache=False, **asked)
         return
-    from gradiend_dist.evaluation.decoder import ModelScores
+    scores_of_grid(trainer).measure_base()
 
-    asked = {"split": "validation", "max_rows": None, "max_texts": None, "batch_size": trainer.args.eval_batch_size}
-    ModelScores.prepare(trainer.session, trainer.config, **asked).measure()
+
+def scores_of_grid(trainer: Any) -> Any:
+    """What every point of the grid is scored on."""
+    from gradiend_dist.evaluation.decoder_evaluation import DecoderEvaluation
+    from gradiend_dist.evaluation.grid import LEARNING_RATES
+    from gradiend_dist.evaluation.request import DecoderRequest
+
+    request = DecoderRequest(lrs=LEARNING_RATES, split="validation", use_cache=False)
+    scores, _ = DecoderEvaluation(trainer, request).scores()
+    return scores
 
 
 def floor_seconds(name: str, trainer: Any) -> float:
@@ -116,11 +124,9 @@ def floor_seconds(name: str, trainer: Any) -> float:
         return 0.0
     import torch
 
-    from gradiend_dist.evaluation.decoder import ModelScores
-
-    asked = {"split": "validation", "max_rows": None, "max_texts": None, "batch_size": trainer.args.eval_batch_size}
-    scores = ModelScores.prepare(trainer.session, trainer.config, **asked)
-    inputs = [batch.inputs for questions in (scores._at_blanks, scores._in_texts) for batch in questions._batches]
+    scores = scores_of_grid(trainer)
+    asked = (scores._at_blanks, *(part.questions for part in scores._in_texts._parts))
+    inputs = [batch.inputs for questions in asked for batch in questions._batches]
     start = time.perf_counter()
     with torch.no_grad():
         for _ in range(3):

@@ -2,8 +2,8 @@
 
     python examples/gender.py [MODEL] [OUTPUT_DIR]         default: bert-base-cased runs/gender_py
 
-It learns gender from the gradients of MODEL in closed form, shows what encoder and decoder have learnt, and saves two
-changed copies of MODEL: one that says "he" where it said "she", and the other way round.
+It learns gender from the gradients of MODEL, shows what encoder and decoder have learnt, and saves two changed
+copies of MODEL: one that says "he" where it said "she", and the other way round.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ def main(model: str = "bert-base-cased", output_dir: str = "runs/gender_py") -> 
 
     args = TrainingArguments(
         experiment_dir=output_dir,
-        initialization="spectral",  # encoder and decoder in closed form, from 16 gradients
-        learning_rate="auto",  # then refined
+        learning_rate="auto",  # encoder and decoder start in closed form, from 16 gradients, and are refined
         max_seeds=1,
         train_batch_size=8,
         max_steps=20,
         eval_steps=10,
         pre_prune_config=PrePruneConfig(n_samples=16, topk=0.1, source="diff"),
-        decoder_eval_lrs=[10 ** (-1 - step / 3) for step in range(13)],  # strengths to try: 0.1 to 0.00001
     )
     trainer = TextPredictionTrainer(
         model,
@@ -45,20 +43,20 @@ def main(model: str = "bert-base-cased", output_dir: str = "runs/gender_py") -> 
     encoder = trainer.evaluate_encoder()
     print(f"encoder: correlation {encoder['correlation']:.3f} on the test split")
 
-    # The base model at every strength; for each class the smallest one that changes it and keeps its other knowledge.
-    decoder = trainer.evaluate_decoder(scaling="curvature")
-    before = decoder["grid"]["base"]
-    print(f"base model: language-model score {before['lms']['lms']:.3f}")
+    # How far each class can be strengthened for 1 % more perplexity on the neutral texts.
+    decoder = trainer.evaluate_decoder(max_harm=0.01)
     for name, other in (("M", "F"), ("F", "M")):
-        point = decoder[name]
-        after = decoder["grid"][point["feature_factor"], point["learning_rate"]]
-        print(
-            f"{name} in place of {other}: probability {before['probs_by_dataset'][other][name]:.4f} "
-            f"-> {after['probs_by_dataset'][other][name]:.4f}, language-model score {after['lms']['lms']:.3f}"
-        )
+        found = decoder[name]
+        print(f"{name} in place of {other}: probability {found['base_value']:.4f} -> {found['value']:.4f}")
+        if "refusal" in found:
+            print(f"  {found['refusal']}")
+        else:
+            print(f"  perplexity {100 * found['harm']:+.2f} %, on other texts {100 * found['held_out']['harm']:+.2f} %")
 
     # Plain transformers models, with their tokenizer and a model card.
     for name in ("M", "F"):
+        if "refusal" in decoder[name]:
+            continue
         trainer.rewrite_base_model(decoder, target_class=name, output_dir=Path(output_dir) / f"model_{name}")
         print(f"saved {Path(output_dir) / f'model_{name}'}")
 

@@ -19,6 +19,7 @@ _HOMES = {
     "ParamMappedGradiendModel": "model.gradiend",
     "ModelWithGradiend": "model_with_gradiend",
     "create_model_with_gradiend": "model_with_gradiend",
+    "load_delta": "rewriting.delta",
     "LMSThresholdPolicy": "evaluation.selection",
     "LMSTimesMetricPolicy": "evaluation.selection",
     "UserError": "errors",

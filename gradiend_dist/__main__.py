@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from gradiend_dist.commands.start import run_process
 from gradiend_dist.errors import print_line
 
 # Subcommand -> its module, which has a `main` and is imported when it is asked for, and what it does.
@@ -19,6 +20,7 @@ SUBCOMMANDS = {
         "commands.rewrite",
         "save the base model of a finished run, changed to make a class more or less probable",
     ),
+    "apply": ("commands.apply", "apply a change that rewrite --as delta has saved, at any strength"),
     "demo": ("demo", "write the embedded example: a small language model, its data and a configuration"),
     "submit": (
         "commands.submit",
@@ -39,7 +41,8 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:  # this is all that the process does
+        return run_process(" ".join(["gradiend-dist", *(word for word in sys.argv[1:2] if word in SUBCOMMANDS)]), main)
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(), end="")
         return 0 if argv else 2

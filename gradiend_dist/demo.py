@@ -2,7 +2,7 @@
 
     python -m gradiend_dist.demo DIR [--kind masked|causal] [--seed 0]
 
-Everything is generated, nothing is downloaded. A sentence is
+Everything is generated from demo_sentences.yaml, nothing is downloaded. A sentence is
 
     opener + subject + middle + target word + ending          "Last night | the king | knew | he | would win."
 
@@ -63,93 +63,24 @@ SPLITS: tuple[Part, ...] = ("train", "validation", "test")
 
 TURNS: tuple[Part, ...] = ("train", "train", "train", "validation", "test")  # dealing subjects, endings and rows
 
-OPENERS = (
-    "", "yesterday", "last night", "on Monday", "in the morning", "at noon", "after dinner", "before the storm",
-)  # fmt: skip
-
-SUBJECTS: dict[str, tuple[str, ...]] = {
-    "M": (
-        "Adam", "Ben", "Carl", "David", "Eric", "Frank", "George", "Henry", "Ivan", "Jack", "Kevin", "Leo", "Martin",
-        "Noah", "Oscar", "Paul", "Robert", "Simon", "Thomas", "Victor", "the king", "the prince", "the uncle",
-        "the father", "the brother", "the grandfather", "the waiter", "the actor", "the monk", "the wizard",
-    ),
-    "F": (
-        "Alice", "Bella", "Clara", "Diana", "Emma", "Fiona", "Greta", "Helen", "Irene", "Julia", "Karen", "Laura",
-        "Mary", "Nora", "Olivia", "Paula", "Rachel", "Sarah", "Tina", "Wendy", "the queen", "the princess", "the aunt",
-        "the mother", "the sister", "the grandmother", "the waitress", "the actress", "the nun", "the witch",
-    ),
-    "N": (
-        "the twins", "the students", "the farmers", "the sailors", "the tourists", "the dancers", "the workers",
-        "the painters", "the singers", "the neighbours", "the soldiers", "the children", "the parents", "the teachers",
-        "the visitors", "the players", "the pilots", "the nurses", "the miners", "the hunters", "the guests",
-        "the rivals", "the judges", "the clowns", "the cousins", "the bakers", "the drivers", "the writers",
-        "the scouts", "the lawyers",
-    ),
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Family:
     """A family of sentences: subjects and target words by class, and what may stand between and after them."""
 
-    subjects: dict[str, tuple[str, ...]]
+    subjects: dict[str, list[str]]
     words: dict[str, str]
-    middles: tuple[str, ...]
-    endings: tuple[str, ...]
+    middles: list[str]
+    endings: list[str]
 
 
-PRONOUNS = Family(
-    subjects=SUBJECTS,
-    words={"M": "he", "F": "she", "N": "they"},
-    middles=(
-        "knew", "thought that", "said that", "hoped that", "believed that", "promised that", "felt sure that",
-        "left early because", "went home because", "smiled when", "laughed because", "waited until",
-        "told the driver that", "wrote in the letter that", "stayed in bed because", "stopped at the bridge because",
-        "called the office after", "closed the window before", "read the map until", "opened the box when",
-    ),
-    endings=(
-        "would win", "would come home soon", "had lost the key", "could not sleep", "wanted to see the sea",
-        "needed a new coat", "had found a coin in the grass", "might miss the train", "should rest for a week",
-        "had seen the film twice", "could hear the music", "never liked the soup", "had to work late",
-        "would open the door again", "felt cold and hungry", "heard a noise outside", "had forgotten the map",
-        "could swim across the lake", "planned a trip to the coast", "might sell the old boat",
-        "had bought bread and cheese", "would pay the bill tomorrow", "knew the way back", "saw snow on the hills",
-        "wanted tea after lunch",
-    ),
-)  # fmt: skip
+_TEXTS = yaml.safe_load(Path(__file__).with_name("demo_sentences.yaml").read_text(encoding="utf-8"))
 
-# Neither tokenizer knows these words as a whole; the masked one cuts "himself" in two and "herself" in three, so that
-# the factual and the alternative input differ in length.
-REFLEXIVES = Family(
-    subjects=SUBJECTS,
-    words={"M": "himself", "F": "herself", "N": "themselves"},
-    middles=(
-        "blamed", "hurt", "saw", "hid", "enjoyed", "prepared", "taught", "surprised", "asked", "drew",
-    ),
-    endings=(
-        "in the garden", "for the big race", "after a long day", "with great care", "near the old mill",
-        "in the mirror", "before the first lesson", "once again", "on the way back", "without a word",
-    ),
-)  # fmt: skip
+OPENERS: list[str] = _TEXTS["openers"]
 
-NEUTRALS = Family(
-    subjects={
-        "": (
-            "the river", "the old bridge", "the train", "the market", "the storm", "the red car", "the music",
-            "the castle", "the green boat", "the letter", "the snow", "the clock", "the wooden door", "the film",
-            "the soup", "the street", "the big tree", "the lake", "the white horse", "the news",
-        ),
-    },
-    words={"": ""},
-    middles=(
-        "seemed quiet", "looked strange", "stayed the same", "was very old", "became famous", "was hard to forget",
-        "made a noise", "caused some trouble", "changed a little", "drew a crowd", "was loud", "was worth the trip",
-    ),
-    endings=(
-        "in the winter", "near the coast", "for many years", "after the war", "outside the town", "at the station",
-        "behind the hills", "during the summer", "in the north", "for a while",
-    ),
-)  # fmt: skip
+SUBJECTS: dict[str, list[str]] = _TEXTS["people"]
+
+PRONOUNS, REFLEXIVES, NEUTRALS = (Family(**_TEXTS[name]) for name in ("pronouns", "reflexives", "neutrals"))
 
 DATA_ROWS = 400
 
@@ -178,19 +109,16 @@ HIDE_ANY = 0.15  # share of the tokens masked in the other rows
 
 IGNORED = -100  # the label that no loss counts
 
-# The run that run.yaml describes: the closed form, then refined. Its decoder has the size of the gradients: rewriting
-# needs smaller rates than the default grid has; one seed is enough, since no weight of the start is random.
+# The run that run.yaml describes: the closed form, then refined. One seed is enough: no weight of the start is random.
 RUN: dict[str, Any] = {
     "target_classes": ["M", "F"],
     "add_identity_for_other_classes": True,
-    "initialization": "spectral",
     "learning_rate": "auto",
     "train_batch_size": 8,
     "max_steps": 100,
     "eval_steps": 10,
     "max_seeds": 1,
     "pre_prune_config": {"n_samples": 16, "topk": 0.1, "source": "diff"},
-    "decoder_eval_lrs": [float(f"{10 ** (-2 - step / 5):.2g}") for step in range(16)],
 }
 
 
@@ -310,7 +238,7 @@ def _masked_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _words(family: Family) -> set[str]:
-    texts = (*OPENERS, *family.middles, *family.endings, *family.words.values(), *sum(family.subjects.values(), ()))
+    texts = (*OPENERS, *family.middles, *family.endings, *family.words.values(), *sum(family.subjects.values(), []))
     return {word for text in texts for word in text.lower().split()}
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+# Where launch/train.sbatch wants to read how a command ended.
+OUTCOME_FILE = "GRADIEND_DIST_OUTCOME"
 
 
 class UserError(ValueError):
@@ -39,3 +45,16 @@ def exit_code(command: str, work: Callable[[], int]) -> int:
     except UserError as error:
         print_line(command, f"error: {error}")
         return 2
+
+
+def note_outcome(code: int, outcome: str) -> None:
+    """Tell the job script how it ended (finished, stopped, refused, lost, failed): launchers keep no exit code.
+
+    What cannot be written is told in the log as well.
+    """
+    path = os.environ.get(OUTCOME_FILE)
+    if path:
+        partial = Path(f"{path}.partial-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            partial.write_text(f"{outcome} {code}\n")
+            partial.replace(path)

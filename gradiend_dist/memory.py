@@ -170,7 +170,6 @@ def sliced(head: Head, part: int, *, chunk: int = CHUNK_ON_GPU) -> Need:
         gradients=4 * part * head.kinds * head.items,
         step_buffers=4 * CHUNKS_AT_ONCE * min(part, chunk) * head.items,
         host=12 * entries * head.seeds,
-        sent=0,
     )
 
 
@@ -251,9 +250,10 @@ def single_gradient(base: Base) -> int:
     return base.largest * (base.bytes_per_weight + (4 if base.bytes_per_weight != 4 else 0))
 
 
-def activations(base: Base, rows: int, tokens: int) -> int:
-    """Of a forward pass that keeps what its backward pass needs."""
-    return 17 * base.hidden * base.layers * rows * tokens * base.bytes_per_weight + 12 * base.vocabulary * rows
+def activations(base: Base, rows: int, tokens: int, *, recomputes: bool = False) -> int:
+    """Of a forward pass that keeps what its backward pass needs; recomputed: what enters layers, and that of one."""
+    numbers = base.layers + 17 if recomputes else 17 * base.layers
+    return numbers * base.hidden * rows * tokens * base.bytes_per_weight + 12 * base.vocabulary * rows
 
 
 def fsdp_base(base: Base, ranks: int) -> int:
@@ -261,10 +261,11 @@ def fsdp_base(base: Base, ranks: int) -> int:
 
 
 def fsdp_buffers(base: Base) -> int:
-    """Root weights (embeddings, head) stay whole in a pass; two layers; a gradient and its copy to be reduced."""
+    """Root weights (embeddings, head) stay whole in a pass; two layers; a gradient and its float32 copy, in which ranks
+    add it up."""
     layer = max(base.layer_sizes, default=0)
     root = base.total - sum(base.layer_sizes)
-    return base.bytes_per_weight * (root + 2 * layer + 2 * max(layer, root))
+    return base.bytes_per_weight * (root + 2 * layer) + (base.bytes_per_weight + 4) * max(layer, root)
 
 
 def fsdp_part(base: Base, ranks: int) -> int:
@@ -274,9 +275,9 @@ def fsdp_part(base: Base, ranks: int) -> int:
 
 
 def fsdp_sent(base: Base, ranks: int, kinds: int) -> int:
-    """Weights for the forward pass, layers again for each backward pass, gradients of each to their owners."""
-    weights, layers, gradients = (base.bytes_per_weight * k for k in (base.total, sum(base.layer_sizes), base.n))
-    return all_gather(weights + kinds * (layers + gradients), ranks)
+    """Weights for the forward pass, layers again for each backward pass, float32 gradients of each to their owners."""
+    weights, layers = (base.bytes_per_weight * k for k in (base.total, sum(base.layer_sizes)))
+    return all_gather(weights + kinds * (layers + 4 * base.n), ranks)
 
 
 @dataclass(frozen=True)
@@ -288,29 +289,26 @@ class Run:
     rows: int
     """Rows of one gradient that are in one pass, over all ranks."""
     tokens: int
+    recomputes: bool = False
+    """Layers are computed again in the backward pass."""
 
     @property
     def is_pruned(self) -> bool:
         return self.head.n < self.base.n
 
-    def pass_of(self, ranks: int) -> int:
-        return activations(self.base, -(-self.rows // ranks), self.tokens)
+
+def need_of_base(run: Run) -> Need:
+    """The base model of a single process, on a GPU of its own."""
+    gradients = Need(gradients=4 * run.head.n * run.head.kinds * run.head.items)
+    return with_base(gradients, run, 1, run.head.n, run.base.n, base_buffers=single_gradient(run.base))
 
 
 def need_placed(run: Run, gpus: int) -> Need:
     """The fullest of 1, 2 or 3 GPUs in a single process, placed as `devices.place` says."""
-    base, head = run.base, run.head
-    indices = 8 * head.n if run.is_pruned else 0
-    model = Need(
-        base=base.total * base.bytes_per_weight,
-        gradients=4 * head.n * head.kinds * head.items,
-        indices=indices,
-        base_buffers=single_gradient(base),
-        activations=run.pass_of(1),
-        pre_prune=pre_prune(run, base.n),
-        **sketches(head, head.n),
-    )
+    head, model = run.head, need_of_base(run)
     whole = sliced(head, head.n)
+    if gpus == 1:
+        return together(model, replace(whole, gradients=0))
     encoder, decoder = (
         replace(
             whole,
@@ -320,19 +318,9 @@ def need_placed(run: Run, gpus: int) -> Need:
         )
         for vectors in (head.latent_dim, head.vectors - head.latent_dim)
     )
-    if gpus == 1:
-        return replace(
-            model,
-            weights=whole.weights,
-            moments=whole.moments,
-            step_buffers=whole.step_buffers,
-            host=whole.host + indices,
-        )
-    first = replace(encoder, gradients=0) if gpus == 2 else encoder
-    devices = [together(model, first), decoder] if gpus == 2 else [encoder, decoder, model]
-    fullest = max(devices, key=lambda need: need.peak)
-    sent = 4 * head.n * head.items * (gpus - 1)
-    return replace(fullest, host=whole.host + indices, sent=sent)
+    two = [together(model, replace(encoder, gradients=0)), decoder]
+    fullest = max(two if gpus == 2 else [encoder, decoder, model], key=lambda need: need.peak)
+    return replace(fullest, host=whole.host + model.host, sent=4 * head.n * head.items * (gpus - 1))
 
 
 def together(a: Need, b: Need) -> Need:
@@ -340,23 +328,34 @@ def together(a: Need, b: Need) -> Need:
     return Need(*(getattr(a, name) + getattr(b, name) for name in Need.__dataclass_fields__))
 
 
+def with_base(
+    need: Need, run: Run, ranks: int, part: int, whole_part: int, *, base_buffers: int, sent: int = 0
+) -> Need:
+    """`need`, and that of a base model which is whole on this rank.
+
+    `part` and `whole_part` are the entries that the rank knows of a gradient: after pruning, and before.
+    """
+    indices = 8 * run.head.n if run.is_pruned else 0
+    return replace(
+        need,
+        base=run.base.total * run.base.bytes_per_weight,
+        indices=indices,
+        base_buffers=base_buffers,
+        activations=activations(run.base, -(-run.rows // ranks), run.tokens, recomputes=run.recomputes),
+        pre_prune=pre_prune(run, whole_part),
+        **sketches(run.head, part),
+        host=need.host + indices,
+        sent=need.sent + sent,
+    )
+
+
 def need_sliced(run: Run, ranks: int) -> Need:
     """The base whole on every rank, gradients reduce-scattered to their owners."""
     base, head = run.base, run.head
     part = -(-head.n // ranks)
-    indices = 8 * head.n if run.is_pruned else 0
-    need = sliced(head, part)
-    return replace(
-        need,
-        base=base.total * base.bytes_per_weight,
-        indices=indices,
-        base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=False),
-        activations=run.pass_of(ranks),
-        pre_prune=pre_prune(run, -(-base.n // ranks)),
-        **sketches(head, part),
-        host=need.host + indices,
-        sent=head.items * head.kinds * all_gather(4 * head.n, ranks),
-    )
+    buffers = single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=False)
+    sent = head.items * head.kinds * all_gather(4 * head.n, ranks)
+    return with_base(sliced(head, part), run, ranks, part, -(-base.n // ranks), base_buffers=buffers, sent=sent)
 
 
 def need_fsdp(run: Run, ranks: int) -> Need:
@@ -364,36 +363,18 @@ def need_fsdp(run: Run, ranks: int) -> Need:
     base, head = run.base, run.head
     whole_part = fsdp_part(base, ranks)
     part = -(-whole_part * head.n // base.n)
-    need = sliced(head, part)
-    return replace(
-        need,
-        base=fsdp_base(base, ranks),
-        indices=8 * part if run.is_pruned else 0,
-        base_buffers=fsdp_buffers(base),
-        activations=run.pass_of(ranks),
-        pre_prune=pre_prune(run, whole_part),
-        **sketches(head, part),
-        host=need.host + (8 * head.n if run.is_pruned else 0),
-        sent=head.items * fsdp_sent(base, ranks, head.kinds),
-    )
+    sent = head.items * fsdp_sent(base, ranks, head.kinds)
+    need = with_base(sliced(head, part), run, ranks, part, whole_part, base_buffers=fsdp_buffers(base), sent=sent)
+    return replace(need, base=fsdp_base(base, ranks), indices=8 * part if run.is_pruned else 0)
 
 
 def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Need:
     """The base whole on every rank, and whole gradients too."""
     base, head = run.base, run.head
-    indices = 8 * head.n if run.is_pruned else 0
+    buffers = single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=True)
+    sent = head.items * head.kinds * all_reduce(4 * head.n, ranks)
     need = zero(head, stage, ranks, offload=offload)
-    return replace(
-        need,
-        base=base.total * base.bytes_per_weight,
-        indices=indices,
-        base_buffers=single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=True),
-        activations=run.pass_of(ranks),
-        pre_prune=pre_prune(run, -(-base.n // ranks)),
-        **sketches(head, head.n),
-        host=need.host + indices,
-        sent=need.sent + head.items * head.kinds * all_reduce(4 * head.n, ranks),
-    )
+    return with_base(need, run, ranks, head.n, -(-base.n // ranks), base_buffers=buffers, sent=sent)
 
 
 def on_cpu(engine: str, n: int, ranks: int) -> int:

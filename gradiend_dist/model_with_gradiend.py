@@ -24,12 +24,12 @@ from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.rewriting.card import Change, as_dtype, check_output, save_rewritten
 from gradiend_dist.rewriting.move import (
     VectorsInMemory,
-    check_direction,
     direction,
     rewrite,
     scaled_direction,
     scaling_without_texts,
 )
+from gradiend_dist.rewriting.step import Step
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.storage.files import read_json
 from gradiend_dist.storage.layout import MODEL_CONFIG, TOKENIZER
@@ -166,37 +166,40 @@ class ModelWithGradiend:
         `scaling` is plain or tensor (see `gradiend_dist.rewriting`). With `output_dir` the copy is saved there as well,
         with tokenizer and model card; `dtype` converts it.
         """
+        step, gradiend = self._step(learning_rate, feature_factor, part, scaling), self.gradiend
         scaled = scaling_without_texts(scaling)
-        gradiend = self.gradiend
         if not gradiend.slices.is_whole:
             raise UserError("This rank has only a part of the model: rewrite in one process, or use the trainer's.")
-        check_direction(feature_factor, part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
         converted = as_dtype(dtype)
         if output_dir is not None:
             check_output(output_dir, dtype, max_shard_size)
         changed = copy.deepcopy(self.base_model)
-        weights, vectors = gradiend.space.active(), VectorsInMemory(gradiend)
-        rewrite(changed, weights, vectors, learning_rate, feature_factor, part, scaled)
+        rewrite(changed, gradiend.space.active(), VectorsInMemory(gradiend), step, scaled)
         changed = changed if converted is None else changed.to(converted)
         if output_dir is not None:
-            change = self.change(learning_rate, feature_factor, part, scaling=scaling)
-            save_rewritten(changed, self.tokenizer, output_dir, change.card(), max_shard_size=max_shard_size)
+            save_rewritten(changed, self.tokenizer, output_dir, self.change(step).card(), max_shard_size=max_shard_size)
         return changed
 
-    def change(self, learning_rate: float, feature_factor: float | Sequence[float], part: str, **facts: Any) -> Change:
-        """What such a rewrite does, for the card of the rewritten model."""
+    def _step(self, learning_rate: float, feature_factor: float | Sequence[float], part: str, scaling: str) -> Step:
+        factor = feature_factor if isinstance(feature_factor, int | float) else tuple(feature_factor)
+        step = Step(learning_rate, factor, part, scaling)
+        step.check(self.gradiend)
+        return step
+
+    def change(self, step: Step, **facts: Any) -> Change:
+        """What such a step does, for the card of the rewritten model."""
         num_weights = sum(parameter.numel() for parameter in self.base_model.parameters())
-        return Change(self.name_or_path, len(self), num_weights, learning_rate, feature_factor, part, **facts)
+        return Change(self.name_or_path, len(self), num_weights, step, **facts)
 
     def rewrite_vector(
         self, feature_factor: float | Sequence[float], part: str = "decoder", *, scaling: str = "plain"
     ) -> Tensor:
         """The direction of a rewrite, one number per entry of the space."""
-        scaled, vectors = scaling_without_texts(scaling), VectorsInMemory(self.gradiend)
-        check_direction(feature_factor, part, latent_dim=self.gradiend.latent_dim, bias=self.gradiend.bias_decoder)
+        step, vectors = self._step(1.0, feature_factor, part, scaling), VectorsInMemory(self.gradiend)
+        scaled = scaling_without_texts(scaling)
         if scaled is None:
-            return direction(vectors, slice(0, len(self)), feature_factor, part)
-        return scaled_direction(self.base_model, self.gradiend.space.active(), vectors, feature_factor, part, scaled)
+            return direction(vectors, slice(0, len(self)), step)
+        return scaled_direction(self.base_model, self.gradiend.space.active(), vectors, step, scaled)
 
     def prune_gradiend(self, *, inplace: bool = True, return_mask: bool = False, **selection: Any) -> Any:
         """`ParamMappedGradiendModel.prune` on the model as a whole."""

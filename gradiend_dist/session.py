@@ -14,13 +14,15 @@ from torch import nn
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.data.table import FeatureData
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.distributed.devices import Placement, free_bytes
+from gradiend_dist.distributed.devices import Placement, free_bytes, sharing
 from gradiend_dist.engines.spread import Spread
+from gradiend_dist.forecast import base_of, left_for_store, need_of, run_of
 from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.cloze import Objective, choose_objective
 from gradiend_dist.gradients.store import GradientSource, GradientStore, store_directory
 from gradiend_dist.model.base import load_base_model
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
+from gradiend_dist.model.start import draw_start
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.storage.model_dir import load_gradiend, read_context
@@ -28,6 +30,9 @@ from gradiend_dist.storage.model_dir import load_gradiend, read_context
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+
+# A word of the row may be longer than its placeholder.
+ADDED_TOKENS = 8
 
 
 @dataclass
@@ -58,10 +63,16 @@ class Session:
             base_model, tokenizer, space = model.base_model, model.tokenizer, model.gradiend.space
         else:
             base_model, tokenizer = load_base_model(
-                model, torch_dtype=args.torch_dtype, trust_remote_code=args.trust_remote_code
+                model,
+                torch_dtype=args.torch_dtype,
+                trust_remote_code=args.trust_remote_code,
+                attn_implementation=args.attn_implementation,
+                device=spread.placement.base_model,
+                cut=spread.cut_of(args.params),
             )
             space = ParameterSpace.of_model(base_model, args.params)
         spread, base_model = spread.place_base_model(base_model.eval(), space)
+        spread.recompute_layers(base_model, asked=args.gradient_checkpointing)
         objective = choose_objective(
             args.prediction_objective,
             base_model,
@@ -83,9 +94,10 @@ class Session:
     def new_model(self, space: ParameterSpace, seed: int, *, drawn: bool = True) -> ModelWithGradiend:
         """A GRADIEND model, or what this rank trains of it, with the start that `seed` draws, or none.
 
-        No communication: each rank draws the whole start and keeps its part.
+        No communication: a rank's part of the start does not depend on the others'.
         """
         args = self.args
+        self.spread.require_trainable(space, args.latent_dim)
         gradiend = ParamMappedGradiendModel(
             space,
             args.latent_dim,
@@ -96,8 +108,10 @@ class Session:
             device_encoder=self.placement.encoder,
             device_decoder=self.placement.decoder,
             generator=torch.Generator().manual_seed(seed),
-            initialize=drawn,
+            initialize=drawn and args.behaviour.draws_on_host,
         )
+        if drawn and not args.behaviour.draws_on_host:
+            draw_start(gradiend, seed)
         return self.wrap(gradiend)
 
     def wrap(self, gradiend: ParamMappedGradiendModel) -> ModelWithGradiend:
@@ -189,21 +203,39 @@ class Session:
         if repeated:
             alone = self.base_gradients(space, Comm(), [Slices.whole(space.size)])
             return GradientSource(alone, GradientStore(self.store_bytes() // 2))
+        return self.gradients_at_rest(space)
+
+    def gradients_at_rest(self, space: ParameterSpace) -> GradientSource:
+        """For a model that does not train: nothing is kept, and nothing that was kept is used.
+
+        No communication here; all ranks compute together.
+        """
         base = self.base_gradients(space, slices_by_rank=self.spread.inference_slices(space))
         return GradientSource(base, GradientStore(budget_bytes=0))
 
     def store_bytes(self) -> int:
         """Memory for gradients that are used again: on each rank as much, so that all ranks keep the same.
 
+        What is free when all that a training still takes is there: asked before there are weights and moments.
+
         All ranks call this.
         """
         if self.budget_bytes is not None:
             return self.budget_bytes
-        if self.args.gradient_store_gib is not None:
-            return int(self.args.gradient_store_gib * GIB)
-        return int(self.free_on_every_rank(self.placement.base_model) // 4)
+        args, device = self.args, self.placement.base_model
+        if args.gradient_store_gib is not None:
+            return int(args.gradient_store_gib * GIB)
+        dtype: torch.dtype = next(self.base_model.parameters()).dtype
+        run = run_of(base_of(self.base_model, self.space, dtype.itemsize), args, self.longest_row)
+        need = need_of(run, self.spread.launch, self.placement, args.base_micro_batch_size)
+        return left_for_store(self.free_on_every_rank(device), need.peak - need.base, device)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the row with most letters."""
+        row = max(self.data.table["masked"], key=len, default="")
+        return min(self.args.max_length, len(self.tokenizer(row)["input_ids"]) + ADDED_TOKENS)
 
     def free_on_every_rank(self, device: torch.device) -> float:
         """Free memory of this rank, where it is least; ranks of one host share that. All ranks call this."""
-        free = free_bytes(device)
-        return self.comm.smallest(free if device.type == "cuda" else free / self.comm.local_world_size)[0]
+        return self.comm.smallest(free_bytes(device) / sharing(device, self.comm.local_world_size))[0]

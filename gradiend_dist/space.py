@@ -148,10 +148,11 @@ class ParameterSpace:
     @classmethod
     def of_model(cls, model: nn.Module, patterns: Sequence[str] | None = None) -> ParameterSpace:
         """The backbone of `model`, or as much of it as `patterns` name."""
-        names = backbone_parameters(model)
-        if patterns is not None:
-            names = match_parameters(list(names), patterns, names)
-        return cls([(name, tuple(parameter.shape), None) for name, parameter in names.items()])
+        backbone = {id(parameter) for parameter in backbone_module(model).parameters()}
+        # By their names in the whole model; tied weights come once.
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters() if id(weight) in backbone}
+        names = list(shapes) if patterns is None else match_names(list(shapes), patterns)
+        return cls([(name, shapes[name], None) for name in names])
 
     @property
     def is_pruned(self) -> bool:
@@ -202,8 +203,13 @@ class ParameterSpace:
 
     def positions_in(self, wider: ParameterSpace) -> Tensor:
         """Where in a space that it was selected from its entries are, ascending."""
-        mine, theirs = self.base_global(torch.arange(self.size)), wider.base_global(torch.arange(wider.size))
-        return torch.searchsorted(theirs, mine)
+        found = []
+        for mine, theirs in zip(self.weights, wider.weights, strict=True):  # the wider space may be too large to list
+            inside = mine.flat_indices() if mine.num_selected else torch.zeros(0, dtype=torch.int64)
+            if theirs.selected is not None:
+                inside = torch.searchsorted(theirs.selected, inside)
+            found.append(theirs.offset + inside)
+        return torch.cat(found)
 
     def base_global(self, local: Tensor) -> Tensor:
         """Positions in the unpruned space of these local ones."""
@@ -239,13 +245,6 @@ class ParameterSpace:
         return self.size
 
 
-def backbone_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights below the prediction heads, by their names in the whole model; tied ones once."""
-    backbone = backbone_module(model)
-    wanted = {id(parameter) for parameter in backbone.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) in wanted}
-
-
 def backbone_module(model: nn.Module) -> nn.Module:
     """What Hugging Face calls the base model: the part that every head shares."""
     prefix = getattr(model, "base_model_prefix", "")
@@ -253,10 +252,8 @@ def backbone_module(model: nn.Module) -> nn.Module:
     return backbone if isinstance(backbone, nn.Module) else model
 
 
-def match_parameters(
-    names: list[str], patterns: Sequence[str], parameters: dict[str, nn.Parameter]
-) -> dict[str, nn.Parameter]:
-    """The parameters that a name or wildcard of `patterns` matches, in model order."""
+def match_names(names: list[str], patterns: Sequence[str]) -> list[str]:
+    """The names that a name or wildcard of `patterns` matches, in their order."""
     matched: set[str] = set()
     for pattern in patterns:
         expression = re.compile(".*".join(re.escape(piece) for piece in pattern.split("*")))
@@ -266,7 +263,7 @@ def match_parameters(
                 f"params pattern {pattern!r} matches no backbone weight: the first ones are {', '.join(names[:3])}."
             )
         matched.update(hits)
-    return {name: parameters[name] for name in names if name in matched}
+    return [name for name in names if name in matched]
 
 
 def select_entries(gradient: Tensor, weight: Weight, indices: Tensor | None) -> Tensor:

@@ -2,9 +2,11 @@
 
 import sys
 
-from gradiend_dist.commands.train import main
+from gradiend_dist.commands.start import main_of, run_process
 
 __all__ = ["main"]
 
+main = main_of("commands.train")
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process("gradiend-dist train", main))

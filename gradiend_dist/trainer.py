@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pandas as pd
 from transformers import TrainerCallback
 
 from gradiend_dist.config.arguments import TrainingArguments
-from gradiend_dist.config.checks import require, require_choice
+from gradiend_dist.config.checks import require
 from gradiend_dist.config.mapping import from_mapping
 from gradiend_dist.config.pruning import PostPruneConfig, PrePruneConfig
 from gradiend_dist.data.config import TextPredictionConfig
@@ -21,29 +22,18 @@ from gradiend_dist.distributed.devices import placement_of
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.decoder_evaluation import DecoderEvaluation
 from gradiend_dist.evaluation.encoder_report import EncoderReport
-from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES, LEARNING_RATES, DecoderGrid, GridOptions
-from gradiend_dist.evaluation.rewritten import chosen_point, rewritten_model
-from gradiend_dist.evaluation.selection import (
-    WEAKEN,
-    Extractor,
-    SelectionPolicy,
-    default_policy,
-    extract_candidates,
-    require_pushing,
-    summarize,
-)
+from gradiend_dist.evaluation.request import DecoderRequest
+from gradiend_dist.evaluation.rewritten import RewriteRequest, chosen_target, rewritten_model, saved_delta
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
-from gradiend_dist.rewriting.card import as_dtype, check_output
-from gradiend_dist.rewriting.move import SCALINGS
+from gradiend_dist.rewriting.card import as_dtype, check_output, check_saving
 from gradiend_dist.storage import provenance
 from gradiend_dist.storage.files import read_json
 from gradiend_dist.storage.fingerprint import reusable, training_fingerprint
 from gradiend_dist.storage.layout import SEED_REPORT, TRAINING
-from gradiend_dist.storage.model_dir import (
-    check_replaceable,
-    is_model_directory,
-)
+from gradiend_dist.storage.model_dir import check_replaceable
+from gradiend_dist.storage.run_lock import RunLock
 from gradiend_dist.training import seeds
 from gradiend_dist.training.experiment import ModelOfExperiment, joined_arguments
 from gradiend_dist.training.pruning import post_prune
@@ -96,79 +86,32 @@ class Evaluations(ModelOfExperiment):
         split: str = "test",
         max_size: int | None = None,
         *,
-        max_size_training_like: int | None = None,
-        max_size_neutral: int | None = None,
-        eval_batch_size: int | None = None,
-        training_like_df: pd.DataFrame | None = None,
-        neutral_df: pd.DataFrame | None = None,
-        part: str = "decoder",
-        scaling: str = "plain",
-        selector: SelectionPolicy | None = None,
-        summary_extractor: Extractor = extract_candidates,
-        summary_metrics: Sequence[str] | None = None,
-        target_class: str | Sequence[str] | None = None,
-        increase_target_probabilities: bool = True,
         plot: bool = False,
-        **plot_options: Any,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Rewrite the base model at every point of feature_factors x lrs, score it, and select the best for each class.
+        """How far to rewrite the base model: for each class the step that makes it most probable within `max_harm`.
 
-        Returns, for each class (`target_class`: for these), the selected `feature_factor` and `learning_rate` with the
-        `value` reached and the language-model score, under the class's name or, to weaken it, `<class>_weaken`; and
-        all points under `grid`. With `experiment_dir`, finished points are kept, and read again with `use_cache` while
-        nothing that they depend on has changed. All ranks call this and share the points.
+        Further options are the fields of `DecoderRequest` (`target_class`, `max_harm`, `scaling`, ...) and, with
+        `plot`, those of `plot_probability_shifts`.
 
-        `scaling` weighs the entries of the vector that the base model is moved along: plain (the reference's), tensor
-        or curvature (see `gradiend_dist.rewriting`). Scaled directions reach far more before the language-model score
-        falls, but within a narrow range of steps: without `lrs` their grid has five learning rates per decade, and
-        without a `selector` the smallest step is taken that reaches 99 % of the best value. Curvature is measured on 8
-        of the neutral texts (at most half of them), which are then not scored.
+        Returns, for each class (`target_class`: for these, or `balance`), the selected `feature_factor` and
+        `learning_rate` with the `value` reached, its `harm` and the language-model score, under the class's name or, to
+        weaken it, `<class>_weaken`; where nothing is worth having, a `refusal` says why; and all points under `grid`.
+        With `lrs` (or a `selector`, or in `compat` mode) the points are those of feature_factors x lrs, as in the
+        reference; else a search visits about ten for each class. With `experiment_dir`, finished points are kept, and
+        read again with `use_cache` while nothing that they depend on has changed. All ranks call this and share the
+        points.
         """
-        require_choice("scaling", scaling, SCALINGS)
-        wanted = self.classes_asked_for(target_class)
-        model, data, args = self.get_model(), self.data, self.args
-        factors = self.strengthening_factors()
-        if part != "decoder":
-            require(
-                feature_factors is None,
-                f"feature_factors has no effect on part={part}, which is one vector: leave it out.",
-            )
-            # One column of points, and all of them compete: the learning rate's sign says which way they push.
-            feature_factors, factors = [1.0], {}
-        if feature_factors is None:
-            feature_factors = args.decoder_eval_feature_factors
-        if feature_factors is None:
-            pushed = wanted if increase_target_probabilities else [c for c in data.target_classes if [c] != wanted]
-            feature_factors = list(dict.fromkeys(factors[name] for name in pushed))
-        metrics = summary_metrics
-        if metrics is None:
-            metrics = [name if increase_target_probabilities else f"{name}{WEAKEN}" for name in wanted]
-        require_pushing(feature_factors, metrics, factors)
-        require(plot or not plot_options, f"evaluate_decoder(): {', '.join(plot_options)} is not a known argument.")
-        cap = self.config.decoder_eval_lms_max_samples
-        options = GridOptions(
-            feature_factors=feature_factors,
-            lrs=first_given(lrs, args.decoder_eval_lrs, LEARNING_RATES if scaling == "plain" else FINE_LEARNING_RATES),
-            part=part,
-            scaling=scaling,
-            split=split,
-            max_size_training_like=first_given(
-                max_size_training_like, max_size, args.decoder_eval_max_size_training_like, cap
-            ),
-            max_size_neutral=first_given(max_size_neutral, max_size, args.decoder_eval_max_size_neutral, cap),
-            eval_batch_size=first_given(eval_batch_size, args.eval_batch_size),
-            training_like_df=training_like_df,
-            neutral_df=neutral_df,
+        names = [item.name for item in dataclasses.fields(DecoderRequest)]
+        of_plot = {name: options.pop(name) for name in list(options) if name not in names}
+        require(plot or not of_plot, f"evaluate_decoder(): {', '.join(of_plot)} is not a known argument.")
+        request = DecoderRequest(
+            lrs=lrs, feature_factors=feature_factors, use_cache=use_cache, split=split, max_size=max_size, **options
         )
-        grid = DecoderGrid(self.session, model, self.config, options, saved_at=self.saved_at())
-        use_cache = bool(args.use_cache) if use_cache is None else use_cache
-        results = grid.results(self.experiment_dir, use_cache=use_cache)
-        policy = selector or default_policy(scaling)
-        summary = summarize(results, metrics, policy, factors, summary_extractor, part=part, scaling=scaling)
-        selected: dict[str, Any] = {**summary, "grid": results}
+        found = DecoderEvaluation(self, request).results()
         if plot:
-            selected["plot_path"] = self.plot_probability_shifts(selected, **{"show": False, **plot_options})
-        return selected
+            found["plot_path"] = self.plot_probability_shifts(found, **{"show": False, **of_plot})
+        return found
 
     def evaluate(
         self, *, kwargs_encoder: dict[str, Any] | None = None, kwargs_decoder: dict[str, Any] | None = None
@@ -349,8 +292,9 @@ class TextPredictionTrainer(Evaluations):
             overrides["output_dir"] = output_dir
         if overrides:
             self._override(overrides)
-        self.check()
-        self._trained = None
+        if not self._is_checked:
+            self.check()
+        self._is_checked, self._trained = False, None  # files may change until the next training
         wanted = training_fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
         path = self.model_path
         if self.comm.first(f"looking at {path}", lambda: reusable(path, wanted, self.args.reuses)):
@@ -358,12 +302,27 @@ class TextPredictionTrainer(Evaluations):
             self._has_trained = True
             return self
         self._make_temporary_directory()
-        training = SeedTraining(self.args, self.inputs, self.places, wanted, callbacks, self.interrupt, self._facts)
-        results = training.run()
+        with self._owning_the_directory():
+            training = SeedTraining(self.args, self.inputs, self.places, wanted, callbacks, self.interrupt, self._facts)
+            results = training.run()
         if self.args.only_seed is None:
             self._has_trained = True
             seeds.check_convergence(results, self.args)
         return self
+
+    @contextlib.contextmanager
+    def _owning_the_directory(self) -> Iterator[None]:
+        """All ranks call this; rank 0 owns it for all. A temporary directory is nobody else's."""
+        if self.experiment_dir is None:
+            yield
+            return
+        lock = RunLock(self.experiment_dir, self.args.only_seed)
+        self.comm.first(f"taking {self.experiment_dir}", lock.take)
+        try:
+            yield
+        finally:
+            if self.comm.is_first:
+                lock.release()
 
     def _make_temporary_directory(self) -> None:
         """All ranks call this. The directory is for this user alone, as results may be private."""
@@ -396,10 +355,12 @@ class TextPredictionTrainer(Evaluations):
         check_before_training(self.args, self.data)
         _ = self.training_rows  # too few rows for an item are reported here
         if self.experiment_dir is None and None in (self.args.output_dir, self.args.seed_runs_dir):
+            self._is_checked = True
             return  # a new temporary directory will hold nothing yet
         seed_paths = [self.places.seed(self.args.first_seed + i, self.args) for i in range(self.args.max_seeds)]
         for path in (self.model_path, *seed_paths):
             check_replaceable(path)
+        self._is_checked = True
 
     def _override(self, overrides: dict[str, Any]) -> None:
         names = [item.name for item in dataclasses.fields(self.args)]
@@ -425,86 +386,102 @@ class TextPredictionTrainer(Evaluations):
         increase_target_probabilities: bool = True,
         output_dir: str | Path | None = None,
         *,
-        learning_rate: float | None = None,
-        feature_factor: float | None = None,
-        part: str | None = None,
-        scaling: str | None = None,
         dtype: str | None = None,
         max_shard_size: str | int = "5GB",
+        save_as: str = "model",
+        **step: Any,
     ) -> Any:
-        """The base model, changed to make a class more probable (or less), at the selected or a given point.
+        """The base model, changed to make a class more probable (or less), by the selected or a given step.
 
-        The point is that of `decoder_results`, by default of `evaluate_decoder` (whose kept points are used), unless
+        The step is that of `decoder_results`, by default of `evaluate_decoder` (whose kept points are used), unless
         `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way, `part` to the
-        decoder's vector and `scaling` to plain. With `output_dir` the changed model is saved there, in the dtype of the
-        base model's files or in `dtype`, with tokenizer and model card; on several ranks, rank 0 does that and returns
-        the model, the others None. A list of classes gives a list of models, saved in directories of their names.
-        All ranks call this.
+        decoder's vector and `scaling` to plain. A step that the evaluation calls of no use is not taken, unless with
+        `force`. With `output_dir` the changed model is saved there, in the dtype of the base model's files or in
+        `dtype`, with tokenizer and model card; on several ranks, rank 0 does that and returns the model, the others
+        None. `save_as="delta"` saves the change alone, and returns it as a `Delta`. A list of classes gives a list of
+        models, saved in directories of their names. All ranks call this.
         """
         if not isinstance(target_class, str) and target_class is not None:
-            several: dict[str, Any] = {
-                "increase_target_probabilities": increase_target_probabilities, "learning_rate": learning_rate,
-                "feature_factor": feature_factor, "part": part, "scaling": scaling, "dtype": dtype,
-                "max_shard_size": max_shard_size,
-            }  # fmt: skip
             return [
                 self.rewrite_base_model(
-                    decoder_results, name, output_dir=None if output_dir is None else Path(output_dir) / name, **several
+                    decoder_results,
+                    name,
+                    increase_target_probabilities,
+                    None if output_dir is None else Path(output_dir) / name,
+                    dtype=dtype,
+                    max_shard_size=max_shard_size,
+                    save_as=save_as,
+                    **step,
                 )
                 for name in self.classes_asked_for(target_class)
             ]
+        known = {item.name for item in dataclasses.fields(RewriteRequest)} - {"target_class", "strengthen"}
+        unknown = ", ".join(sorted(step.keys() - known))
+        require(not unknown, f"rewrite_base_model(): {unknown} is not a known argument.")
+        asked = RewriteRequest(target_class=target_class, strengthen=increase_target_probabilities, **step)
         require(
-            target_class is not None or feature_factor is not None,
+            target_class is not None or asked.feature_factor is not None,
             f"target_class is missing: choose {' or '.join(self.target_classes)}.",
         )
         as_dtype(dtype)
+        check_saving(save_as, output_dir, dtype)
         if output_dir is not None:
             require(
                 Path(output_dir).resolve() != Path(self.base_model_name).resolve(),
                 f"output_dir={str(output_dir)!r} is the base model itself: pass another directory.",
             )
             self.comm.first(f"looking at {output_dir}", lambda: check_output(output_dir, dtype, max_shard_size))
-        asked = (learning_rate, feature_factor, part, scaling)
-        point = chosen_point(self, decoder_results, target_class, increase_target_probabilities, *asked)
-        return rewritten_model(self, point, output_dir, dtype=dtype, max_shard_size=max_shard_size)
+        target = chosen_target(self, asked, decoder_results)
+        if save_as == "delta":
+            assert output_dir is not None, "checked above"
+            return saved_delta(self, target, output_dir)
+        return rewritten_model(self, target, output_dir, dtype=dtype, max_shard_size=max_shard_size)
 
-    def pre_prune(self, config: PrePruneConfig | None = None, *, inplace: bool = True) -> ModelWithGradiend:
-        """Prune the untrained model now; with `inplace` the next `train()` uses the pruned space.
+    def pre_prune(
+        self, pre_cfg: PrePruneConfig | None = None, *, inplace: bool = True
+    ) -> TextPredictionTrainer | ModelWithGradiend:
+        """Prune the untrained model now, in memory: the next `train()` uses the pruned space. Returns self, or, with
+        `inplace=False`, a pruned model and leaves the trainer as it is.
 
         All ranks call this.
         """
-        config = config or self.args.pre_prune_config
+        config = pre_cfg or self.args.pre_prune_config
         if config is None:
             raise UserError("pre_prune() has no configuration: pass one, or set pre_prune_config.")
         inputs = self.inputs
         by_items = inputs.prunes_by_items(config)
         space = inputs.pruned_by_items(config) if by_items else inputs.pre_pruned(config, self.args.data_seed)
         model = self.session.new_model(space, self.args.first_seed)
-        if inplace:
-            self.model = self._trained = model
-            self.session.space = space
-            self.args = dataclasses.replace(self.args, pre_prune_config=None)
-            self.session.args = self.args
-        return model
+        if not inplace:
+            return model
+        self._work_on(model)
+        self.session.space = space
+        self.args = dataclasses.replace(self.args, pre_prune_config=None)
+        self.session.args = self.args
+        return self
 
-    def post_prune(self, config: PostPruneConfig | None = None) -> ModelWithGradiend:
-        """Prune the trained model now and write it back. All ranks call this."""
-        config = config or self.args.post_prune_config
+    def post_prune(self, post_cfg: PostPruneConfig | None = None) -> TextPredictionTrainer:
+        """Prune the trained model now, in memory; returns self. What was saved stays as it is: `save_pretrained` of
+        `get_model()` saves the pruned one.
+
+        All ranks call this.
+        """
+        config = post_cfg or self.args.post_prune_config
         if config is None:
             raise UserError("post_prune() has no configuration: pass one, or set post_prune_config.")
-        if not is_model_directory(self.model_path):
-            raise UserError(f"post_prune() finds no trained model at {self.model_path}: call train() first.")
-        model = self.session.load(self.model_path)
-        record = read_json(self.model_path / TRAINING)
+        model = self._trained
+        if model is None:
+            if self.saved_at() is None:
+                raise UserError(f"post_prune() finds no trained model at {self.model_path}: call train() first.")
+            model = self.get_model()
         post_prune(model, config, self.comm)
-        model.save_pretrained(self.model_path, training=record, comm=self.comm)
-        self._trained = model
-        return model
+        self._work_on(model)
+        return self
 
-
-def first_given(*values: Any) -> Any:
-    """The first one that is not None."""
-    return next((value for value in values if value is not None), None)
+    def _work_on(self, model: ModelWithGradiend) -> None:
+        """Evaluations and the next training are about this model, and not about one that was saved."""
+        self.model = self._trained = model
+        self._has_trained = False
 
 
 def check_before_training(args: TrainingArguments, data: FeatureData) -> None:

@@ -11,6 +11,21 @@ while [[ $1 != -- ]]; do launch+=("$1"); shift; done
 shift
 export PET_SIGNALS_TO_HANDLE=SIGQUIT   # of torchrun, which wants at least one
 own=$RANK_LOGS/.node_$SLURM_NODEID
+
+# Where this host's name means itself alone (127.0.1.1 in /etc/hosts), gloo would listen where no other node can reach
+# it: it listens where the way to another node begins.
+way_to_others() {
+    local first second other address
+    read -r first second <<<"$FIRST_NODES"
+    [[ $SLURM_NODEID -eq 0 ]] && other=$second || other=$first
+    address=$(getent hosts "$other" | awk '{ print $1; exit }')
+    [[ $address != 127.* ]] || return 0
+    ip -o route get "$address" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p'
+}
+if [[ $SLURM_JOB_NUM_NODES -gt 1 && -z ${GLOO_SOCKET_IFNAME:-} && $(getent hosts "$(hostname)") == 127.* ]]; then
+    interface=$(way_to_others)
+    [[ -z $interface ]] || export GLOO_SOCKET_IFNAME=$interface
+fi
 mkdir -p "$own"
 
 trap '' TERM USR1 USR2   # inherited by the launcher; ranks set handlers of their own

@@ -37,6 +37,7 @@ def make(masked_lm: Path, frames: Any, tmp_path: Path, **changes: Any) -> TextPr
         "max_seeds": 2,
         "min_convergent_seeds": None,
         "pre_prune_config": PRUNE,
+        "initialization": "random",  # whose numbers move with the seed and the steps
     }
     fields = {name: changes.pop(name) for name in ("run_id", "split_col") if name in changes}
     args = TrainingArguments(**{**defaults, **changes})
@@ -330,22 +331,34 @@ def test_supervised__trains_one_half_alone(masked_lm: Path, feature_frames: Any,
     assert losses[-1] < losses[0]
 
 
-def test_post_prune__keeps_the_largest_and_saves_them(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
+def test_post_prune__keeps_the_largest_and_what_was_saved(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
+    """As the argument does it, but in memory: the promoted model on disk is somebody's result."""
     plain = make(masked_lm, feature_frames, tmp_path / "plain", max_seeds=1).train()
+    before = {path.name: path.read_bytes() for path in plain.model_path.iterdir() if path.is_file()}
     config = PostPruneConfig(topk=100, part="decoder-weight")
     pruned = make(masked_lm, feature_frames, tmp_path / "pruned", max_seeds=1, post_prune_config=config).train()
-    by_hand = plain.post_prune(config)
+    assert plain.post_prune(post_cfg=config) is plain
+    by_hand = plain.get_model()
     assert len(by_hand) == len(pruned.get_model()) == 100
-    assert_same_weights(plain, pruned)
     assert by_hand.gradiend.space == pruned.get_model().gradiend.space
+    for name, tensor in by_hand.gradiend.state_dict().items():
+        assert torch.equal(tensor, pruned.get_model().gradiend.state_dict()[name]), name
     loaded = ModelWithGradiend.from_pretrained(pruned.model_path)
     assert loaded.gradiend.space == by_hand.gradiend.space
+    assert before == {path.name: path.read_bytes() for path in plain.model_path.iterdir() if path.is_file()}
+    changed = plain.rewrite_base_model(target_class="F", learning_rate=0.1)
+    moved = sum(
+        int((new != old).sum()) for new, old in zip(changed.parameters(), by_hand.base_model.parameters(), strict=True)
+    )
+    assert 0 < moved <= 100, "a rewriting is about the pruned model"
 
 
 def test_pre_prune__called_by_hand_equals_the_argument(masked_lm: Path, feature_frames: Any, tmp_path: Path) -> None:
     by_argument = make(masked_lm, feature_frames, tmp_path / "a", max_seeds=1).train()
     by_hand = make(masked_lm, feature_frames, tmp_path / "b", max_seeds=1, pre_prune_config=None)
-    by_hand.pre_prune(PRUNE)
+    aside = by_hand.pre_prune(PRUNE, inplace=False)
+    assert isinstance(aside, ModelWithGradiend) and by_hand.args.pre_prune_config is None
+    assert by_hand.pre_prune(pre_cfg=PRUNE) is by_hand and len(by_hand.get_model()) == len(aside)
     assert_same_weights(by_argument, by_hand.train())
 
 
@@ -448,3 +461,15 @@ def test_get_model__after_training_a_given_model_is_the_trained_one(
     trained = trainer.train().get_model()
     assert trained is not given and trained.gradiend.space == given.gradiend.space
     assert torch.equal(trained.gradiend.encoder_weight, weights(trainer)["encoder.0.linear.weight"])
+
+
+def test_store__gets_what_the_forecast_of_the_run_leaves(masked_lm, feature_frames, tmp_path, monkeypatch):
+    """Fails if the memory for gradients is fixed before weights and moments are counted."""
+    trainer = make(masked_lm, feature_frames, tmp_path, max_seeds=1, pre_prune_config=None)
+    session = trainer.session
+    entries = session.space.size
+    for free, expected in ((10**9, None), (12 * entries, 0)):
+        monkeypatch.setattr("gradiend_dist.session.free_bytes", lambda _device, free=free: free)
+        store = session.store_bytes()
+        # Encoder, decoder and bias with two moments each, and the gradients of a step.
+        assert store == expected if expected is not None else 0 < store <= (free - 36 * entries - 8 * entries) / 2

@@ -20,13 +20,15 @@ from gradiend_dist.commands.flags import CommandParser
 from gradiend_dist.commands.process import Process
 from gradiend_dist.commands.tables import table
 from gradiend_dist.config.arguments import TrainingArguments
-from gradiend_dist.config.checks import require, require_choice
+from gradiend_dist.config.checks import check_path, check_types, require, require_choice, require_positive
 from gradiend_dist.config.fields import documented
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.distributed.launch import launched
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.selection import WEAKEN, LMSTimesMetricPolicy, default_policy
-from gradiend_dist.rewriting.move import SCALINGS
+from gradiend_dist.evaluation.balance import BALANCE
+from gradiend_dist.evaluation.search import MAX_HARM
+from gradiend_dist.evaluation.selection import WEAKEN, LMSTimesMetricPolicy, SelectionPolicy, default_policy
+from gradiend_dist.rewriting.step import SCALINGS
 from gradiend_dist.storage.layout import RUN_CONFIG
 from gradiend_dist.storage.model_dir import is_model_directory
 from gradiend_dist.trainer import TextPredictionTrainer
@@ -44,42 +46,51 @@ SELECTORS = ("lms_threshold", "lms_times_metric")
 @documented
 @dataclass(kw_only=True)
 class SelectionOptions:
-    """Which points of the decoder grid are scored, on how much, and how one is selected."""
+    """How a strength is found, and on how much."""
 
     split: str = "test"
     """Split of the rows."""
     max_size: int | None = None
     """Rows per direction, and neutral texts, at most."""
+    max_harm: float = MAX_HARM
+    """Perplexity on neutral text may grow by this share of it."""
+    second_neutral_data: str | None = None
+    """File of texts of another kind, on which the harm of what was chosen is measured as well."""
+    neutral_blanks: str | None = None
+    """File of sentences with a blank for either class, which target_class=balance is about."""
     lrs: list[float] | None = None
-    """Learning rates of the grid. None: 100 to 0.001, 16 of them (scaled: 26)."""
+    """Learning rates of the reference's grid, in place of the search."""
     part: str = "decoder"
     """The rewriting vector: decoder, or decoder-weight, decoder-bias, ..."""
-    scaling: str = "plain"
-    """How the vector's entries are weighed: plain, tensor or curvature."""
-    selector: str = "lms_threshold"
-    """How a point is selected: lms_threshold or lms_times_metric."""
+    scaling: str | None = None
+    """How the vector's entries are weighed: plain, tensor or curvature. None: curvature, in a grid plain."""
+    selector: str | None = None
+    """How a point of a grid is selected: lms_threshold or lms_times_metric. None: by search."""
     lms_ratio: float = 0.99
     """Of the base model's language-model score, lms_threshold keeps this share."""
     eval_batch_size: int | None = None
     """Rows read together. None: as in training."""
 
     def check(self) -> None:
-        require_choice("scaling", self.scaling, SCALINGS)
-        require_choice("selector", self.selector, SELECTORS)
+        require_choice("scaling", self.scaling or "plain", SCALINGS)
+        require_choice("selector", self.selector or SELECTORS[0], SELECTORS)
         require(0.0 <= self.lms_ratio <= 1.0, f"lms_ratio={self.lms_ratio} is not in [0, 1]: pass e.g. 0.99.")
+        require_positive("max_size", self.max_size)
+        require_positive("eval_batch_size", self.eval_batch_size)
+        require(self.max_harm > 0.0, f"max_harm={self.max_harm} must be positive: pass e.g. 0.01 for 1 %.")
 
     def asked(self) -> dict[str, Any]:
         """The arguments of `evaluate_decoder`."""
-        times = self.selector == "lms_times_metric"
-        return {
-            "lrs": self.lrs,
-            "split": self.split,
-            "max_size": self.max_size,
-            "eval_batch_size": self.eval_batch_size,
-            "part": self.part,
-            "scaling": self.scaling,
-            "selector": LMSTimesMetricPolicy() if times else default_policy(self.scaling, self.lms_ratio),
-        }
+        selector: SelectionPolicy | None = None
+        if self.selector == "lms_times_metric":
+            selector = LMSTimesMetricPolicy()
+        elif self.selector is not None or self.lrs is not None:
+            selector = default_policy(self.scaling or "plain", self.lms_ratio)
+        taken = (
+            "max_harm", "second_neutral_data", "neutral_blanks", "lrs", "split", "max_size", "eval_batch_size", "part",
+            "scaling",
+        )  # fmt: skip
+        return {**{name: vars(self)[name] for name in taken}, "selector": selector}
 
 
 @documented
@@ -90,20 +101,20 @@ class EvaluateOptions(SelectionOptions):
     parts: list[str] = field(default_factory=lambda: ["encoder", "decoder"])
     """encoder, decoder, or both."""
     target_class: list[str] | None = None
-    """Classes to select a point for. None: both."""
+    """Classes to find a strength for, or balance. None: both."""
     feature_factors: list[float] | None = None
-    """Feature factors of the grid. None: +1 and -1 as needed."""
+    """What the decoder is asked for. None: +1 and -1 as needed."""
     use_cache: bool = True
     """Use what an earlier evaluation has left, where it is still right."""
     plot: bool = True
-    """Draw the encodings and the grid."""
+    """Draw the encodings and the probabilities."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     process = Process(
         "gradiend-dist evaluate",
         memory_remedy="lower eval_batch_size, or launch on more GPUs.",
-        kept="stopped; finished points of the grid are kept, and the same command goes on with the others",
+        kept="stopped; finished points are kept, and the same command goes on with the others",
     )
     return run_on_finished(process, parse, run, sys.argv[1:] if argv is None else argv)
 
@@ -134,7 +145,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, EvaluateOptions]:
         argv,
         EvaluateOptions,
         prog="gradiend-dist evaluate RUN_DIR",
-        description="Describe the encodings of a finished run, and rewrite its base model at every point of a grid.",
+        description="Describe the encodings of a finished run, and find how far to rewrite its base model.",
     )
     options.check()
     for name in options.parts:
@@ -150,7 +161,9 @@ def read_flags(argv: Sequence[str], kind: type[Options], **about: str) -> tuple[
         len(argv) > 0 and not argv[0].startswith("-"),
         "RUN_DIR is missing: pass the experiment_dir of a finished run first.",
     )
+    check_path("RUN_DIR", argv[0])
     values = vars(parser.parse(argv[1:]))
+    check_types(kind, values)
     return Path(argv[0]), kind(**{item.name: values[item.name] for item in dataclasses.fields(kind)})
 
 
@@ -170,7 +183,9 @@ def trainer_of(run_dir: Path) -> TextPredictionTrainer:
 
 
 def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
-    trainer.classes_asked_for(options.target_class)  # before a weight is loaded
+    target = BALANCE if options.target_class == [BALANCE] else options.target_class
+    if target != BALANCE:
+        trainer.classes_asked_for(target)  # before a weight is loaded
     draws = options.plot and importlib.util.find_spec("matplotlib") is not None
     if options.plot and not draws:
         logger.info('nothing is drawn: pip install "gradiend_dist[plot]"')
@@ -183,7 +198,7 @@ def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
     if "decoder" in options.parts:
         found = trainer.evaluate_decoder(
             feature_factors=options.feature_factors,
-            target_class=options.target_class,
+            target_class=target,
             **{**options.asked(), **shared},
         )
         lines += [decoder_table(found, trainer.target_classes), ""]
@@ -214,25 +229,73 @@ def encoder_table(found: dict[str, Any]) -> str:
 
 
 def decoder_table(found: dict[str, Any], target_classes: Sequence[str]) -> str:
-    """One line for the base model and one for each selected point."""
+    """One line for the base model and one for each selected step; then what a search has found besides."""
     grid = found["grid"]
+    chosen = {name: entry for name, entry in found.items() if isinstance(entry, dict) and "learning_rate" in entry}
+    searched = any("evaluations" in entry for entry in chosen.values())
+    second = any("second" in entry for entry in chosen.values())
 
-    def row(name: str, where: str, entry: dict[str, Any]) -> tuple[str, ...]:
+    def row(name: str, where: str, harm: Sequence[str], entry: dict[str, Any]) -> tuple[str, ...]:
         cells = [
             f"{entry['probs_by_dataset'][dataset][word]:.4f}" for dataset in target_classes for word in target_classes
         ]
-        return name, where, *cells, f"{entry['lms']['lms']:.4f}"
+        return name, where, *cells, *harm, f"{entry['lms']['lms']:.4f}"
 
-    rows = [row("base model", "", grid["base"])]
-    for metric, entry in found.items():
-        if isinstance(entry, dict) and "learning_rate" in entry:
+    def harm(entry: dict[str, Any]) -> list[str]:
+        if not searched:
+            return []
+        kinds = [entry, entry.get("held_out"), *([entry.get("second")] if second else [])]
+        return [percent(kind) for kind in kinds]
+
+    rows = [row("base model", "", [""] * (searched * (2 + second)), grid["base"])]
+    for metric, entry in chosen.items():
+        point = grid.get((entry["feature_factor"], entry["learning_rate"]))
+        if point is not None:
             where = f"factor {entry['feature_factor']:+g}, rate {entry['learning_rate']:g}"
-            name = metric.removesuffix(WEAKEN)
-            what = f"{name} {'strengthened' if entry['strengthen'] else 'weakened'}"
-            rows.append(row(what, where, grid[entry["feature_factor"], entry["learning_rate"]]))
+            rows.append(row(what_is_done(metric, entry), where, harm(entry), point))
     header = [f"P({word}) | {dataset}" for dataset in target_classes for word in target_classes]
-    title = "decoder: probability of the words of a class at the blanks of a class, and language-model score"
-    return title + "\n\n" + table(("model", "selected at", *header, "lms"), rows)
+    harms = ["harm", "held out", *(["second"] if second else [])] if searched else []
+    title = "decoder: probability of the words of a class at the blanks of a class, and what the language model loses"
+    lines = [title, "", table(("model", "selected at", *header, *harms, "lms"), rows)]
+    lines += [f"  {entry['refusal']}" for entry in chosen.values() if "refusal" in entry]
+    return "\n".join([*lines, *search_lines(found, chosen)] if searched else lines)
+
+
+def search_lines(found: dict[str, Any], chosen: dict[str, dict[str, Any]]) -> list[str]:
+    """The curve over harm, the indices of a balance, and completed sentences."""
+    lines: list[str] = []
+    curves = {what_is_done(metric, entry): entry["curve"] for metric, entry in chosen.items() if entry.get("curve")}
+    levels = sorted({point["harm"] for curve in curves.values() for point in curve})
+    if levels:
+        rows = []
+        for name, curve in curves.items():
+            known = {point["harm"]: f"{point['value']:.4f}" for point in curve}
+            rows.append((name, *(known.get(level, "") for level in levels)))
+        evaluations = sum(entry["evaluations"] for entry in chosen.values())
+        lines += ["", f"reached within a harm of ({evaluations} rewritten models were scored)", ""]
+        lines += [table(("model", *(f"{100 * level:g} %" for level in levels)), rows)]
+    for entry in chosen.values():
+        if "indices" in entry:
+            pairs = [
+                f"{name} {entry['base_indices'][name]:.4f} -> {value:.4f}" for name, value in entry["indices"].items()
+            ]
+            lines += ["", "  " + ", ".join(pairs)]
+    for number in range(len(found["completions"]["base"])):
+        lines += [""] + [
+            f"  {'base model' if name == 'base' else what_is_done(name, chosen[name]):<16}  {texts[number]}"
+            for name, texts in found["completions"].items()
+        ]
+    return lines
+
+
+def what_is_done(metric: str, entry: dict[str, Any]) -> str:
+    if metric == BALANCE:
+        return "balanced"
+    return f"{metric.removesuffix(WEAKEN)} {'strengthened' if entry['strengthen'] else 'weakened'}"
+
+
+def percent(harm: dict[str, Any] | None) -> str:
+    return "" if harm is None or "harm" not in harm else f"{100 * harm['harm']:+.2f} ± {100 * harm['harm_error']:.2f} %"
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from gradiend_dist.commands.plain_parser import PlainParser
-from gradiend_dist.config.checks import choices_of, is_union
+from gradiend_dist.config.checks import choices_of, is_union, shown
+from gradiend_dist.config.documents import DocumentError, parse_yaml
 from gradiend_dist.config.fields import NO_FLAG, flag_type
 from gradiend_dist.config.mapping import read_config_file, unknown_key
 from gradiend_dist.errors import UserError
@@ -42,7 +42,8 @@ class CommandParser(PlainParser, HfArgumentParser):
         if kind is NO_FLAG:
             return
         field = copy.copy(field)  # as the flag is; Hugging Face hands all metadata on to argparse
-        field.type, field.metadata = kind, types.MappingProxyType({"help": field.metadata["help"]})
+        shown = {name: value for name, value in field.metadata.items() if name in ("help", "aliases")}
+        field.type, field.metadata = kind, types.MappingProxyType(shown)
         convert = converter(kind)
         if convert is None:
             HfArgumentParser._parse_dataclass_field(parser, field)
@@ -106,14 +107,18 @@ def from_yaml(action: argparse.Action, value: Any, path: str) -> Any:
         if action.nargs == "+":
             if not isinstance(value, list):
                 raise TypeError("a list is expected")
+            if None in value:
+                raise TypeError("null is none of its items")
             return [convert(_as_text(convert, item)) for item in value]
         if convert is structured or (convert is string_to_bool and isinstance(value, bool)):
             return value
         if isinstance(value, list | dict):
             raise TypeError("one value is expected")
         return convert(_as_text(convert, value))
-    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise UserError(f"--config {path}: {action.dest}={value!r} cannot be read ({error}): see --help.") from error
+    except (TypeError, ValueError, OverflowError, argparse.ArgumentTypeError) as error:
+        raise UserError(
+            f"--config {path}: {action.dest}={shown(value)} cannot be read ({error}): see --help."
+        ) from error
 
 
 def _as_text(convert: Callable[[str], Any], value: Any) -> str:
@@ -168,9 +173,9 @@ number_or_word.__name__ = "float"
 def structured(text: str) -> Any:
     """A flag with structure is written as YAML: --pre_prune_config '{topk: 0.01, n_samples: 16}'."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"no valid YAML: {text!r}") from error
+        return parse_yaml(text)
+    except DocumentError as error:
+        raise argparse.ArgumentTypeError(f"no valid YAML: {text[:80]!r}") from error
 
 
 structured.__name__ = "yaml"

@@ -12,109 +12,72 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig
 
 from gradiend_dist.commands.plain_parser import PlainParser
 from gradiend_dist.commands.tables import table
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.config.checks import check_topk
-from gradiend_dist.distributed.fsdp import layers_of
-from gradiend_dist.errors import UserError, exit_code, first_line
-from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero, sketches
-from gradiend_dist.model.base import is_causal, load_base_config
+from gradiend_dist.config.documents import DocumentError, parse_json, read_text
+from gradiend_dist.engines.deepspeed_config import fits_zero
+from gradiend_dist.errors import UserError, exit_code
+from gradiend_dist.forecast import USABLE, base_of, num_weights, run_of
+from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero
+from gradiend_dist.model.base import load_base_config, skeleton_of
+from gradiend_dist.model.config_check import WHILE_BUILDING, check_files_hold, check_sizes, check_values, reason
 from gradiend_dist.model.entries import count_to_keep
 from gradiend_dist.space import ParameterSpace
 
 GIB = 2**30
 
+# Bytes of a weight.
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of a run in one process."""
+    """Of a run in one process, with one seed at a time; activations are left out, since no row was read yet."""
 
     full_size: int
     trained_size: int
-    base_model: int
-    head: int
-    """Weights and moments of one seed."""
-    gradients: int
-    """Source and target of one item, and the importance vector of pre-pruning where that is larger."""
-    sketches: int
-    """Of held-out items, or of the items of a spectral start where these are more."""
-    model_file: int
-    disk: int
+    need: Need
+    num_models: int
+    """On disk at once: each seed's best and its output, and the promoted copy."""
+    run: Run
+    """With rows and tokens: the longest that are possible."""
 
     @property
-    def memory(self) -> int:
-        return self.base_model + self.head + self.gradients + self.sketches
+    def disk(self) -> int:
+        return self.num_models * self.need.weights
 
     def lines(self) -> list[tuple[str, str]]:
+        need = self.need
         return [
             ("weights of the base model's backbone", f"{self.full_size:,}"),
             ("weights that are trained on", f"{self.trained_size:,}"),
-            ("memory: base model", gib(self.base_model)),
-            ("memory: encoder, decoder and moments, per seed", gib(self.head)),
-            ("memory: gradients of one step", gib(self.gradients)),
-            ("memory: sketches of gradients", gib(self.sketches)),
-            ("disk: one model / at most at once", f"{gib(self.model_file)} / {gib(self.disk)}"),
+            ("memory: base model", gib(need.base)),
+            ("memory: encoder, decoder and moments, per seed", gib(need.weights + need.moments)),
+            ("memory: gradients of one step", gib(max(need.gradients, need.pre_prune))),
+            ("memory: sketches of gradients", gib(max(need.held_out, need.spectral))),
+            ("disk: one model / at most at once", f"{gib(need.weights)} / {gib(self.disk)}"),
         ]
 
 
-def forecast(args: TrainingArguments, space: ParameterSpace, num_base_weights: int) -> Forecast:
-    n = trained = space.size
-    if args.pre_prune_config is not None and args.pre_prune_config.topk is not None:
-        trained = count_to_keep(args.pre_prune_config.topk, n)
-    m = args.latent_dim
-    entries = trained * (2 * m + int(args.bias_decoder)) + m
-    kinds = len({args.source, args.target})
-    gradients = 4 * trained * kinds * args.gradiend_batch_size * args.gradient_accumulation_steps
-    bytes_per_weight = 4 if args.torch_dtype == "float32" else 2
-    model_file = 4 * entries
-    # Each seed's best and its output, and the promoted copy.
-    num_kept = args.max_seeds + 2 if args.max_seeds > 1 else 2
-    return Forecast(
-        full_size=n,
-        trained_size=trained,
-        base_model=bytes_per_weight * num_base_weights,
-        head=3 * 4 * entries,
-        gradients=max(gradients, (12 if args.starts_trained else 8) * n if trained < n else 0),
-        sketches=max(sketches(head_of(args, trained), trained).values()),
-        model_file=model_file,
-        disk=model_file * num_kept,
-    )
-
-
-def head_of(args: TrainingArguments, trained: int) -> Head:
-    items = args.spectral_items if args.looks_at_items else 0
-    return Head(trained, args.latent_dim, args.bias_decoder, len({args.source, args.target}), spectral_items=items)
-
-
-def space_of(model: str, args: TrainingArguments) -> tuple[ParameterSpace, int]:
-    """The parameter space from the model's configuration alone, and the number of all its weights."""
+def forecast(model: str, args: TrainingArguments) -> Forecast:
+    """From the model's configuration alone."""
     config = load_base_config(model, trust_remote_code=args.trust_remote_code)
-    skeleton = skeleton_of(config, model, trust_remote_code=args.trust_remote_code)
-    return ParameterSpace.of_model(skeleton, args.params), num_weights(skeleton)
-
-
-def skeleton_of(config: Any, name: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model of a configuration, without memory for its weights."""
-    kind = AutoModelForCausalLM if is_causal(config, _NoTokenizer) else AutoModelForMaskedLM
-    try:
-        with torch.device("meta"):
-            skeleton: nn.Module = kind.from_config(config, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise UserError(f"model={name!r} is no language model that can be built: {first_line(error)}") from error
-    return skeleton
-
-
-def num_weights(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    skeleton = skeleton_of(config, model, _NoTokenizer, trust_remote_code=args.trust_remote_code)
+    if Path(model).is_dir():
+        check_files_hold(Path(model), num_weights(skeleton), f"model={model!r}")
+    base = base_of(skeleton, ParameterSpace.of_model(skeleton, args.params), DTYPES[args.torch_dtype])
+    run = run_of(base, args, args.max_length)
+    need = need_placed(replace(run, head=replace(run.head, seeds=1), rows=0, tokens=0), gpus=1)
+    return Forecast(base.n, run.head.n, need, args.max_seeds + 2 if args.max_seeds > 1 else 2, run)
 
 
 class _NoTokenizer:
@@ -148,11 +111,6 @@ def gib(num_bytes: float) -> str:
 
 NAME = "gradiend-dist plan"
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-# A GPU's memory is never all ours: CUDA, NCCL and what the allocator cannot use again.
-USABLE = 0.92
-
 
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(
@@ -180,6 +138,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spectral_items", type=int, default=0, help="items of initialization=spectral; 0: a random start (0)"
     )
+    parser.add_argument(
+        "--gradient_checkpointing", action="store_true", help="layers are computed again in the backward pass"
+    )
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--json", action="store_true", help="the numbers in bytes, as JSON")
     return parser
@@ -196,6 +157,8 @@ class Line:
     trained: int
     need: Need
     fits: bool
+    store: int
+    """What is left for gradients that are used again."""
 
     def to_dict(self) -> dict[str, Any]:
         need = {**vars(self.need), "peak": self.need.peak}
@@ -215,7 +178,7 @@ def answer(argv: Sequence[str]) -> str:
     options = make_parser().parse_args(list(argv))
     check_options(options)
     model, name = named_skeleton(options)
-    base = base_of(model, options.params, options.dtype)
+    base = base_of(model, ParameterSpace.of_model(model, options.params), DTYPES[options.dtype])
     lines = [line for topk in options.pre_prune_topk for line in lines_at(base, topk, options)]
     best = recommended(lines, options.gpus)
     if options.json:
@@ -237,51 +200,29 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def named_skeleton(options: argparse.Namespace) -> tuple[nn.Module, str]:
-    if options.config_json is None:
-        config = load_base_config(options.model, trust_remote_code=options.trust_remote_code)
-        return skeleton_of(config, options.model, trust_remote_code=options.trust_remote_code), options.model
-    config, name = read_config(options.config_json), str(options.config_json)
-    return skeleton_of(config, name, trust_remote_code=options.trust_remote_code), name
+    name, trusted = options.model or str(options.config_json), options.trust_remote_code
+    config = load_base_config(name, trust_remote_code=trusted) if options.model else read_config(options.config_json)
+    return skeleton_of(config, name, _NoTokenizer, trust_remote_code=trusted), name
 
 
 def read_config(path: Path) -> Any:
     """The configuration in a JSON file of any name."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"config_json={path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise UserError(f"config_json={path} is no JSON: {first_line(error)}") from error
+        values = parse_json(read_text(path))
+    except DocumentError as error:
+        raise UserError(f"config_json={path} cannot be read or is no JSON: {error}.") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UserError(f"config_json={path} names no model_type: pass the config.json of a language model.")
+    check_values(values, f"config_json={path}")
     kind = values.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **values)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"config_json={path} is no configuration that can be read: {first_line(error)}") from error
+    except WHILE_BUILDING as error:
+        raise UserError(f"config_json={path} is no configuration that can be read: {reason(error)}") from error
+    check_sizes(config, f"config_json={path}")
     if config.is_encoder_decoder:
         raise UserError(f"config_json={path} is that of an encoder-decoder model: pass a masked or a causal one.")
     return config
-
-
-def base_of(model: nn.Module, params: Sequence[str] | None, dtype: str) -> Base:
-    """What the formulas need to know of a model."""
-    space = ParameterSpace.of_model(model, params)
-    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    try:
-        layers = [num_weights(layer) for layer in layers_of(model, None)]
-    except UserError:  # its authors name no layers: FSDP would gather it as a whole
-        layers = []
-    return Base(
-        weight_sizes=tuple(weight.numel for weight in space.weights),
-        total=num_weights(model),
-        bytes_per_weight=DTYPES[dtype],
-        layer_sizes=tuple(layers),
-        first_dimensions=tuple(weight.shape[0] for weight in space.weights),
-        hidden=config.hidden_size,
-        layers=config.num_hidden_layers,
-        vocabulary=config.vocab_size,
-    )
 
 
 def lines_at(base: Base, topk: float, options: argparse.Namespace) -> Iterator[Line]:
@@ -293,9 +234,11 @@ def lines_at(base: Base, topk: float, options: argparse.Namespace) -> Iterator[L
         seeds=options.seeds,
         spectral_items=options.spectral_items,
     )
-    run = Run(base, head, options.train_batch_size, options.tokens)
+    run = Run(base, head, options.train_batch_size, options.tokens, options.gradient_checkpointing)
+    usable = USABLE * options.gpu_memory * GIB
     for engine, launch, need in needs_of(run, options.gpus, several_nodes=options.gpus > options.gpus_per_node):
-        yield Line(engine, launch, topk, trained, need, need.peak <= USABLE * options.gpu_memory * GIB)
+        works = not engine.startswith("zero") or fits_zero(trained, options.latent_dim)
+        yield Line(engine, launch, topk, trained, need, works and need.peak <= usable, max(0, int(usable) - need.peak))
 
 
 def needs_of(run: Run, gpus: int, *, several_nodes: bool) -> Iterator[tuple[str, str, Need]]:
@@ -325,7 +268,7 @@ def recommended(lines: Sequence[Line], gpus: int) -> Line | None:
 
 PARTS = ("base", "weights", "moments", "x, y", "indices", "buffers", "pruning", "sketches", "peak")
 
-COLUMNS = ("keeps", "engine", *PARTS, "fits", "sent", "host", "launch with")
+COLUMNS = ("keeps", "engine", *PARTS, "fits", "store", "sent", "host", "launch with")
 
 
 def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, options: argparse.Namespace) -> str:
@@ -336,14 +279,22 @@ def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, op
         parts = (*held, need.buffers, need.pre_prune, max(need.held_out, need.spectral), need.peak)
         mark = f"accelerate_configs/{line.launch}{'   <- recommended' if line is best else ''}"
         keeps = "all" if line.topk == 1.0 else f"{100 * line.topk:g} %"
-        sizes = (*map(plain, parts), "yes" if line.fits else "no", plain(need.sent), plain(need.host))
+        sizes = (
+            *map(plain, parts),
+            "yes" if line.fits else "no",
+            plain(line.store),
+            plain(need.sent),
+            plain(need.host),
+        )
         rows.append((keeps, line.engine, *sizes, mark))
     head = (
         f"{name}: {base.total:,} weights, {base.n:,} in the backbone's space; {options.dtype}, {options.gpus} GPUs of "
         f"{options.gpu_memory:g} GiB, {options.seeds} seed{'s' if options.seeds > 1 else ''} at once\n"
         "GiB of the fullest GPU (buffers: of a step or of a pass of the base, whichever is more; pruning: vectors of "
         "pre-pruning, when weights, moments, x and y are not there yet; sketches: of held-out items or, before there "
-        f"are moments, of a spectral start; fits: peak within {100 * USABLE:g} %),\n"
+        f"are moments, of a spectral start; fits: peak within {100 * USABLE:g} %, and for "
+        "DeepSpeed no weight of 2^31 entries; store: what that leaves for "
+        "gradients that are used again),\n"
         "GiB sent per GPU and step with new gradients, GiB of host memory per rank while a state is saved\n"
     )
     words = "" if best is not None else "\nNothing fits: use more GPUs, larger ones, or prune more (--pre_prune_topk)."

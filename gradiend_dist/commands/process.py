@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.distributed.interrupt import Interrupt, Preempted
+from gradiend_dist.distributed.interrupt import Interrupt, Preempted, grace_seconds, hearing
 from gradiend_dist.distributed.launch import launched
+from gradiend_dist.distributed.launcher import follow_the_launcher
 from gradiend_dist.distributed.peers import PeerError, PeerLost, is_lost_peer
-from gradiend_dist.errors import UserError, first_line, print_line
-from gradiend_dist.storage.files import write_text
-
-# Where launch/train.sbatch wants to read how a command ended.
-OUTCOME_FILE = "GRADIEND_DIST_OUTCOME"
+from gradiend_dist.errors import UserError, first_line, note_outcome, print_line
 
 
 class Process:
@@ -35,6 +30,7 @@ class Process:
         """What to do when memory does not suffice."""
         self.kept = kept
         """What the same command goes on from after a stop that nothing was saved at."""
+        self.comm = Comm()
         self.is_first = os.environ.get("RANK", "0") == "0"
 
     def set_up_logging(self) -> None:
@@ -57,45 +53,51 @@ class Process:
 
     def run(self, work: Callable[[Interrupt], int], timeout: float) -> int:
         """Do the work among the ranks that were launched; a wrong input is one line and exit code 2, wherever found."""
-        interrupt = Interrupt()
-        with interrupt.listening():
+        follow_the_launcher()  # where a script of a user's has not
+        with hearing(self._last_words) as interrupt:
             code, words, outcome = self._attempt(work, interrupt, timeout)
         return self.end(code, words, outcome)
+
+    def _last_words(self, stop: Preempted) -> None:
+        """Of a process that nobody could stop in order. Called in another thread than the one that works."""
+        code, words, outcome = self._words_on_preemption(stop, self.comm)
+        self.tell(code, words, outcome)
 
     def _attempt(
         self, work: Callable[[Interrupt], int], interrupt: Interrupt, timeout: float
     ) -> tuple[int, str | None, str]:
         """Whatever happens becomes an exit code, on one rank one line, and one word for the script that started it."""
-        comm = Comm()
         try:
-            comm = launched(timeout).comm
+            self.comm = comm = launched(timeout).comm
+            interrupt.grace = grace_seconds()
             code = work(interrupt)
+            interrupt.ignore()  # the result is there: what comes now is too late to ask for another one
             comm.leave()
             return code, None, "finished" if comm.is_first else ""
         except UserError as error:
             interrupt.ignore()
-            return 2, f"error: {error}" if comm.peers.may_report() else None, "refused"
+            return 2, f"error: {error}" if self.comm.peers.may_report() else None, "refused"
         except PeerError:
             interrupt.ignore()
             return 1, None, ""
         except PeerLost as lost:
             interrupt.ignore()
-            return 1, comm.peers.describe_loss(lost), "lost"
+            return 1, self.comm.peers.describe_loss(lost), "lost"
         except Preempted as stop:
             interrupt.ignore()
-            return self._words_on_preemption(stop, comm)
+            return self._words_on_preemption(stop, self.comm)
         except (torch.OutOfMemoryError, MemoryError) as error:
             interrupt.ignore()
             words = f"out of memory ({first_line(error)}): {self.memory_remedy}"
-            return 1, words if comm.peers.may_report() else None, "failed"
+            return 1, words if self.comm.peers.may_report() else None, "failed"
         except RuntimeError as error:
-            if comm.is_alone or not is_lost_peer(error):
-                comm.peers.may_report()
+            if self.comm.is_alone or not is_lost_peer(error):
+                self.comm.peers.may_report()
                 raise
             interrupt.ignore()
-            return 1, comm.peers.describe_loss(PeerLost("exchanging weights or gradients")), "lost"
+            return 1, self.comm.peers.describe_loss(PeerLost("exchanging weights or gradients")), "lost"
         except BaseException:
-            comm.peers.may_report()  # the traceback tells; the other ranks need not
+            self.comm.peers.may_report()  # the traceback tells; the other ranks need not
             raise
 
     def _words_on_preemption(self, stop: Preempted, comm: Comm) -> tuple[int, str | None, str]:
@@ -104,17 +106,14 @@ class Process:
         by_user = stop.signum == signal.SIGINT
         if stop.step is None:
             words = f"{name}: {self.kept}"
-            return (130 if by_user else 128 + stop.signum), words if comm.peers.may_report() else None, "stopped"
+            return stop.exit_code, words if comm.peers.may_report() else None, "stopped"
         comm.leave()
         words = f"{name}: the state after step {stop.step} is saved; the same command goes on from there"
         return (130 if by_user else 0), words if comm.is_first else None, "stopped"
 
     def end(self, code: int, words: str | None, outcome: str) -> int:
         """One line from one rank. A rank that fails does not wait for the others: they may not answer any more."""
-        if words is not None:
-            print_line(self.name, words)
-        if words is not None or outcome == "finished":
-            note_outcome(code, outcome)
+        self.tell(code, words, outcome)
         if torch.distributed.is_initialized():
             if code:
                 sys.stdout.flush()
@@ -122,10 +121,8 @@ class Process:
             torch.distributed.destroy_process_group()
         return code
 
-
-def note_outcome(code: int, outcome: str) -> None:
-    """Tell the job script how it ended (finished, stopped, refused, lost, failed): launchers keep no exit code."""
-    path = os.environ.get(OUTCOME_FILE)
-    if path:
-        with contextlib.suppress(UserError):  # it is told in the log as well
-            write_text(Path(path), f"{outcome} {code}\n")
+    def tell(self, code: int, words: str | None, outcome: str) -> None:
+        if words is not None:
+            print_line(self.name, words)
+        if words is not None or outcome == "finished":
+            note_outcome(code, outcome)

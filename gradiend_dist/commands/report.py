@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from gradiend_dist.commands.plain_parser import PlainParser
 from gradiend_dist.commands.tables import table
-from gradiend_dist.config.checks import require
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.config.checks import check_path, require
+from gradiend_dist.config.groups.output import PARTIAL_NAME
 from gradiend_dist.errors import exit_code
-from gradiend_dist.report.html import explained_words, page
+from gradiend_dist.report.html import page
 from gradiend_dist.report.records import Run, read_run
-from gradiend_dist.storage.files import write_text
+from gradiend_dist.storage.files import jsonable, write_text
 from gradiend_dist.storage.layout import REPORT_PAGE
 
 NAME = "gradiend-dist report"
@@ -29,6 +33,10 @@ def parse(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     parser.add_argument("--output", metavar="FILE", type=Path, help=f"the page (default: RUN_DIR/{REPORT_PAGE})")
     options = parser.parse_args(argv)
     require(bool(options.run_dirs), "RUN_DIR is missing: pass the experiment_dir of a run.")
+    for path in options.run_dirs:
+        check_path("RUN_DIR", path)
+    if options.output is not None:
+        check_path("--output", options.output, spare=PARTIAL_NAME)
     several = len(options.run_dirs) > 1
     require(
         not several or options.output is None, f"--output={options.output} is one file for several runs: leave it out."
@@ -43,9 +51,19 @@ def summary(run: Run) -> tuple[str, ...]:
     best = run.selected
     verdict = "not finished" if not run.finished else "yes" if best.converged else "no"
     correlation = "-" if best.correlation is None else f"{best.correlation:.4f}"
-    explained = explained_words(best).replace("−", "-") or "-"
+    explained = best.explained_words().replace("−", "-") or "-"
     kept = f"{run.kept:,}" if run.weights else "-"
     return str(run.directory), str(best.number), verdict, correlation, explained, kept
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """Of all arguments of a training that have one, as run_config.yaml writes them."""
+    from gradiend_dist.data.config import TextPredictionConfig  # imports pandas: half of the command's time
+
+    data = {item.name: item.default for item in dataclasses.fields(TextPredictionConfig)}
+    known = {name: value for name, value in data.items() if value is not dataclasses.MISSING}
+    return jsonable({**known, **TrainingArguments().to_dict()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +77,7 @@ def run(run_dirs: Sequence[Path], output: Path | None) -> int:
     def write(directory: Path) -> int:
         run = read_run(directory)
         path = output or directory / REPORT_PAGE
-        write_text(path, page(run))
+        write_text(path, page(run, defaults()))
         print(path)
         rows.append(summary(run))
         return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,17 +15,46 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gradiend_dist.commands.flags import CommandParser
-from gradiend_dist.config.checks import require, require_positive
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.config.checks import check_path, check_types, require, require_positive, shown
+from gradiend_dist.config.documents import DocumentError, read_text
 from gradiend_dist.config.fields import documented
 from gradiend_dist.errors import UserError, exit_code, print_line
+
+if TYPE_CHECKING:
+    from gradiend_dist.commands.train import Command
 
 NAME = "gradiend-dist submit"
 
 ENGINES = ("auto", "single", "multi_gpu", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload")
 
 SUBMIT_SECONDS = 120.0
+
+# Slurm's MaxArraySize, where nobody has changed it, less one.
+LARGEST_ARRAY = 1000
+
+FORMS_OF_SLURM = {
+    "time": (re.compile(r"(\d+-)?\d+(:\d+){0,2}|infinite|unlimited", re.IGNORECASE), "8:00:00, 90 or 1-12"),
+    "mem": (re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE), "128G or 0"),
+}
+# Of one GPU's rank: a process of its own, threads that read and save, and the state while it is saved.
+CPUS_PER_GPU = 8
+
+MEMORY_PER_GPU = 64
+
+# Before a time limit: for the step that runs and for ranks to meet, and for writing the state, which all nodes do at
+# once to one file system.
+SECONDS_TO_STOP = 180
+
+BYTES_PER_SECOND = 2**30
+
+# Passed on under the same names.
+OPTIONS_OF_SBATCH = (
+    "nodes", "gpus_per_node", "time", "partition", "account", "qos", "constraint", "cpus_per_task", "mem",
+)  # fmt: skip
 
 
 @documented
@@ -49,9 +79,9 @@ class JobOptions:
     constraint: str | None = None
     """Features that nodes must have."""
     cpus_per_task: int | None = None
-    """CPUs of each node."""
+    """CPUs of each node. None: 8 for each GPU."""
     mem: str | None = None
-    """Memory of each node, e.g. 128G."""
+    """Memory of each node, e.g. 128G; 0: all of it. None: 64G for each GPU."""
     job_name: str | None = None
     """Name of the job. None: that of experiment_dir."""
     log_dir: str = "logs"
@@ -97,6 +127,31 @@ def check(options: JobOptions, training: Sequence[str]) -> None:
     """What is wrong with the job, and what is wrong with the training: both known before it waits for its turn."""
     from gradiend_dist.commands import train
 
+    check_types(JobOptions, vars(options))
+    check_job(options)
+    require(bool(training), "the training's arguments are missing: pass --config FILE, or arguments behind --.")
+    command = train.parse(list(training))  # a wrong argument is told here and not after hours in a queue
+    where = command.args.experiment_dir
+    require(where is not None, "experiment_dir is not set: a job that is queued again must find its state there.")
+    require(
+        options.seeds is None or command.args.only_seed is None,
+        "only_seed is what the jobs of --seeds are given: leave it out.",
+    )
+    last = command.args.first_seed + (options.seeds or 1) - 1
+    require(last < 2**32, f"seeds={options.seeds} from seed {command.args.first_seed} on end above 2^32: pass fewer.")
+    if options.pairs is not None:
+        check_pairs(read_pairs(Path(options.pairs)), command)
+
+
+def check_job(options: JobOptions) -> None:
+    """What Slurm would tell in its own words, or only when the job begins."""
+    for name, (form, examples) in FORMS_OF_SLURM.items():
+        value = getattr(options, name)
+        require(
+            value is None or form.fullmatch(value) is not None,
+            f"{name}={shown(value)} is not in a form of Slurm: pass e.g. {examples}.",
+        )
+    check_path("log_dir", options.log_dir)
     require(options.engine in ENGINES, f"engine={options.engine!r} is not known: choose one of {', '.join(ENGINES)}.")
     for name in ("nodes", "gpus_per_node", "cpus_per_task", "parallel"):
         require_positive(name, getattr(options, name))
@@ -117,19 +172,49 @@ def check(options: JobOptions, training: Sequence[str]) -> None:
         raise UserError(
             f"sbatch_options={options.sbatch_options!r} cannot be read ({error}): check its quotes."
         ) from error
-    require(options.seeds is None or options.seeds >= 2, f"seeds={options.seeds} is no array: pass at least 2.")
+    require(
+        options.seeds is None or 2 <= options.seeds <= LARGEST_ARRAY,
+        f"seeds={options.seeds} is no array of 2 to {LARGEST_ARRAY} jobs: pass a number of these.",
+    )
     require(
         options.parallel is None or options.seeds is not None or options.pairs is not None,
         f"parallel={options.parallel} belongs to an array: pass seeds or pairs as well.",
     )
-    require(bool(training), "the training's arguments are missing: pass --config FILE, or arguments behind --.")
-    command = train.parse(list(training))  # a wrong argument is told here and not after hours in a queue
-    where = command.args.experiment_dir
-    require(where is not None, "experiment_dir is not set: a job that is queued again must find its state there.")
-    require(
-        options.seeds is None or command.args.only_seed is None,
-        "only_seed is what the jobs of --seeds are given: leave it out.",
-    )
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """Two classes a line, with a blank or a comma between them; a line that begins with # is a remark."""
+    try:
+        lines = read_text(path).splitlines()
+    except DocumentError as error:
+        raise UserError(f"pairs={path} cannot be read: {error}.") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        words = [] if line.lstrip().startswith("#") else line.replace(",", " ").split()
+        require(len(words) in (0, 2), f"pairs={path}, line {number} is not two classes: {shown(line)}.")
+        if words:
+            require(words[0] != words[1], f"pairs={path}, line {number} names {words[0]!r} twice: pass two classes.")
+            found.append((words[0], words[1]))
+    require(bool(found), f"pairs={path} holds no pair: write two classes a line.")
+    twice = [pair for pair in found if found.count(pair) > 1]
+    require(not twice, f"pairs={path} has the pair {' '.join(twice[0] if twice else ())} twice: two jobs would be one.")
+    return found
+
+
+def check_pairs(pairs: Sequence[tuple[str, str]], command: Command) -> None:
+    """Every class is in the data, which is read once for it; on the hub it may not be reached from here."""
+    from gradiend_dist.data.pairs import Request, read_input, resolve_classes
+    from gradiend_dist.data.readers import as_local_path
+
+    config = command.config
+    if not isinstance(config.data, str) or as_local_path(config.data, "data") is None:
+        return
+    given = None
+    for pair in pairs:
+        of_pair = dataclasses.replace(config, target_classes=list(pair))
+        request = Request(of_pair, 0, identity=False, reference=command.args.behaviour.reference_data)
+        given = given or read_input(request)
+        resolve_classes(request, given)
 
 
 def command_line(options: JobOptions, training: Sequence[str]) -> list[str]:
@@ -138,20 +223,14 @@ def command_line(options: JobOptions, training: Sequence[str]) -> list[str]:
 
     command = train.parse(list(training))
     experiment = Path(command.args.experiment_dir or ".")
-    asked = {
-        "nodes": options.nodes,
-        "gpus-per-node": options.gpus_per_node,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "constraint": options.constraint,
-        "cpus-per-task": options.cpus_per_task,
-        "mem": options.mem,
-        "job-name": options.job_name or experiment.name,
-    }
-    slurm = [f"--{name}={value}" for name, value in asked.items() if value is not None]
-    slurm += shlex.split(options.sbatch_options)
+    own_share = shares(options)
+    given = {name: getattr(options, name) for name in OPTIONS_OF_SBATCH}
+    asked = {name: own_share.get(name) if value is None else value for name, value in given.items()}
+    slurm = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value is not None]
+    warning = seconds_of_warning(command.model, command.args)
+    if warning > SECONDS_TO_STOP:
+        slurm.append(f"--signal=B:USR1@{warning}")
+    slurm += [f"--job-name={options.job_name or experiment.name}", *shlex.split(options.sbatch_options)]
     own = ["--engine", options.engine, "--log_dir", str(Path(options.log_dir).absolute())]
     launch = home() / "launch"
     if options.seeds is None and options.pairs is None:
@@ -164,6 +243,24 @@ def command_line(options: JobOptions, training: Sequence[str]) -> list[str]:
     else:
         array += ["--pairs", str(options.pairs), "--experiment_dir", str(experiment)]
     return ["bash", str(launch / "seed_array.sbatch"), *array, *own, "--", *training]
+
+
+def shares(options: JobOptions) -> dict[str, Any]:
+    """CPUs and memory of the GPUs that are asked for; without GPUs those of the script."""
+    if options.gpus_per_node is None:
+        return {}
+    return {"cpus_per_task": CPUS_PER_GPU * options.gpus_per_node, "mem": f"{MEMORY_PER_GPU * options.gpus_per_node}G"}
+
+
+def seconds_of_warning(model: str, args: TrainingArguments) -> int:
+    """How long before its end a job must hear of it, to save its state: weights and moments of a seed."""
+    from gradiend_dist.commands.plan import forecast
+
+    try:
+        need = forecast(model, args).need
+    except UserError:
+        return SECONDS_TO_STOP  # a model that only the nodes see
+    return SECONDS_TO_STOP + (need.weights + need.moments) // BYTES_PER_SECOND
 
 
 def environment() -> dict[str, str]:

@@ -5,25 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gradiend_dist.commands.plan import Forecast
-from gradiend_dist.commands.tables import percent, table
+from gradiend_dist.commands.plan import Forecast, gib
+from gradiend_dist.commands.tables import table
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.distributed.devices import free_bytes, sharing
 from gradiend_dist.engines.spread import Spread
-from gradiend_dist.storage.files import read_json
+from gradiend_dist.forecast import left_for_store, need_of
+from gradiend_dist.report.records import Seed
 from gradiend_dist.storage.layout import SEED_REPORT
 from gradiend_dist.trainer import TextPredictionTrainer
 from gradiend_dist.training.history import StepPlan
-from gradiend_dist.training.seeds import explained_at_best, judge
+from gradiend_dist.training.seeds import judge
 
 
 def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
     """What `--dry_run` shows."""
-    from gradiend_dist.distributed.devices import free_bytes
-
     args, data = trainer.args, trainer.data
     schedule = trainer.training_rows.schedule
     steps = StepPlan.of(args, schedule)
-    from gradiend_dist.commands.plan import gib
-
     spread = Spread.of(args)
     where = str(spread.placement) if trainer.comm.is_alone else f"{spread.launch}, rank 0 on {spread.placement.encoder}"
 
@@ -35,12 +34,22 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
         ("optimizer steps per seed", f"{steps.total_steps} in {steps.num_epochs} epochs"),
         ("seeds", f"up to {args.max_seeds}, from {args.first_seed}"),
         *needs.lines(),
-        ("memory needed / free", f"{gib(needs.memory)} / {gib(free_bytes(spread.placement.encoder))}"),
+        ("memory: gradients that are kept, at most", gib(_for_store(needs, spread, args))),
+        ("memory needed / free", f"{gib(needs.need.peak)} / {gib(free_bytes(spread.placement.encoder))}"),
         ("placement", where),
         ("results", str(trainer.experiment_dir or args.output_dir or "a temporary directory")),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(["The plan (nothing was trained):", *(f"  {name:<{width}}  {value}" for name, value in lines)])
+
+
+def _for_store(needs: Forecast, spread: Spread, args: TrainingArguments) -> int:
+    """Before the base model is there; a run looks again when it is."""
+    if args.gradient_store_gib is not None:
+        return int(args.gradient_store_gib * 2**30)
+    device = spread.placement.base_model
+    need = need_of(needs.run, spread.launch, spread.placement, args.base_micro_batch_size)
+    return left_for_store(free_bytes(device) / sharing(device, spread.comm.local_world_size), need.peak, device)
 
 
 def counts(transitions: Any) -> str:
@@ -51,17 +60,18 @@ def counts(transitions: Any) -> str:
 def results(trainer: TextPredictionTrainer, plot: Path | None) -> str:
     """The table of seeds, the selected one marked, and where everything is."""
     record = trainer.get_training_stats()
-    report = trainer.seed_runs_dir / SEED_REPORT
-    runs = read_json(report)["runs"] if trainer.args.max_seeds > 1 and report.exists() else None
-    selected = record["seed"]
-    seed_dirs = [trainer.places.seed(entry["seed"], trainer.args) for entry in runs or ()]
-    records = [read_json(path / "training.json") for path in seed_dirs]
-    rows = [_row(entry["converged"], found, selected) for entry, found in zip(runs or (), records, strict=True)]
-    if runs is None:
-        rows = [_row(judge(record, trainer.args, among_seeds=False).converged, record, selected)]
-    out = [table(_header(record), rows), ""]
-    out.append(f"  model        {trainer.model_path}")
-    if runs is not None:
+    selected, report = record["seed"], trainer.seed_runs_dir / SEED_REPORT
+    has_report = trainer.args.max_seeds > 1 and report.exists()
+    if has_report:
+        entries = trainer.get_seed_report()["runs"]
+        paths = {entry["seed"]: trainer.places.seed(entry["seed"], trainer.args) for entry in entries}
+        seeds = [Seed.of_record(number, trainer.get_training_stats(path)) for number, path in paths.items()]
+        rows = [_row(entry["converged"], seed, selected) for entry, seed in zip(entries, seeds, strict=True)]
+    else:
+        verdict = judge(record, trainer.args, among_seeds=False)
+        rows = [_row(verdict.converged, Seed.of_record(selected, record), selected)]
+    out = [table(_header(Seed.of_record(selected, record)), rows), "", f"  model        {trainer.model_path}"]
+    if has_report:
         out.append(f"  seed report  {report}")
     if plot is not None:
         out.append(f"  plot         {plot}")
@@ -70,42 +80,29 @@ def results(trainer: TextPredictionTrainer, plot: Path | None) -> str:
 
 def one_seed(trainer: TextPredictionTrainer) -> str:
     """What a task of a job array has to show: its seed."""
-    seed = trainer.args.only_seed
-    assert seed is not None
-    path = trainer.places.seed(seed, trainer.args)
-    record = read_json(path / "training.json")
-    rows = [_row(judge(record, trainer.args, among_seeds=True).converged, record, None)]
-    where = f"  model of seed {seed}  {path}\n  --select_only true promotes the best seed"
-    return f"{table(_header(record), rows)}\n\n{where}"
+    number = trainer.args.only_seed
+    assert number is not None
+    path = trainer.places.seed(number, trainer.args)
+    record = trainer.get_training_stats(path)
+    seed = Seed.of_record(number, record)
+    rows = [_row(judge(record, trainer.args, among_seeds=True).converged, seed, None)]
+    where = f"  model of seed {number}  {path}\n  --select_only true promotes the best seed"
+    return f"{table(_header(seed), rows)}\n\n{where}"
 
 
-def _header(record: dict[str, Any]) -> tuple[str, ...]:
-    names = record["training_stats"].get("label_value_to_class_name", {})
-    classes = " / ".join(str(names.get(label, label)) for label in sorted(names, key=float, reverse=True))
+def _header(seed: Seed) -> tuple[str, ...]:
+    classes = " / ".join(seed.means)
     return ("seed", "converged", "best step", "correlation", "explains", f"mean encoding {classes}", "last loss", "")
 
 
-def _row(converged: bool, record: dict[str, Any], selected: int | None) -> tuple[str, ...]:
-    best = record["best_score_checkpoint"]
-    means = record["training_stats"].get("mean_by_class", {}).get(str(best["global_step"]), {})
-    ordered = sorted(means.items(), key=lambda pair: float(pair[0]), reverse=True)
-    correlation = best["correlation"]
+def _row(converged: bool, seed: Seed, selected: int | None) -> tuple[str, ...]:
     return (
-        str(record["seed"]),
+        str(seed.number),
         "yes" if converged else "no",
-        "-" if best["global_step"] is None else str(best["global_step"]),
-        "-" if correlation is None else f"{correlation:.4f}",
-        _explains(record),
-        " / ".join(f"{mean:+.3f}" for _, mean in ordered) or "-",
-        f"{record['losses'][-1]:.3e}" if record["losses"] else "-",
-        "<- selected" if record["seed"] == selected else "",
+        "-" if seed.best_step is None else str(seed.best_step),
+        "-" if seed.correlation is None else f"{seed.correlation:.4f}",
+        seed.explained_words().replace("−", "-") or "-",
+        " / ".join(f"{mean:+.3f}" for mean in seed.means_at_best().values()) or "-",
+        "-" if seed.last_loss is None else f"{seed.last_loss:.3e}",
+        "<- selected" if seed.number == selected else "",
     )
-
-
-def _explains(record: dict[str, Any]) -> str:
-    """What the decoder explains of the target, of what one latent can: 78 % of 81 %."""
-    found = explained_at_best(record)
-    share, limit = found["explained"], found["explained_limit"]
-    if share is None:
-        return "-"
-    return percent(share) if limit is None else f"{percent(share)} of {percent(limit)}"

@@ -1,13 +1,8 @@
-"""Tables and percentages for a terminal."""
+"""Tables for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-
-def percent(share: float) -> str:
-    """A decoder that was not trained may be wrong by any factor: how far below zero it is says nothing more."""
-    return f"{round(100 * share)} %" if share >= -9.99 else "< -999 %"
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

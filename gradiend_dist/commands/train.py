@@ -16,21 +16,16 @@ from transformers import TrainerCallback, TrainerState
 
 from gradiend_dist.commands.flags import CommandParser, with_numbers
 from gradiend_dist.commands.process import Process
-from gradiend_dist.config.arguments import RunArguments, TrainingArguments
-from gradiend_dist.config.checks import check_types, require
+from gradiend_dist.config import arguments
+from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.config.checks import check_path, check_types, require
 from gradiend_dist.config.fields import FLAG, NO_FLAG
-from gradiend_dist.config.groups.evaluation import EvaluationArguments
-from gradiend_dist.config.groups.loop import LoopArguments
-from gradiend_dist.config.groups.model import DeviceArguments, ModelArguments
-from gradiend_dist.config.groups.optimizer import OptimizerArguments
-from gradiend_dist.config.groups.output import OutputArguments
-from gradiend_dist.config.groups.seeds import SeedArguments
-from gradiend_dist.config.groups.tracking import TrackingArguments
 from gradiend_dist.data.config import TextPredictionConfig
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.errors import UserError
 from gradiend_dist.storage.files import jsonable, write_text
 from gradiend_dist.storage.layout import RUN_CONFIG
+from gradiend_dist.storage.provenance import git_hash, without_secrets
 
 if TYPE_CHECKING:
     from gradiend_dist.commands.plan import Forecast
@@ -40,18 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 # Headings of --help and of docs/arguments.md, and the arguments below each.
-GROUPS: dict[str, type] = {
-    "feature and data": TextPredictionConfig,
-    "base model and GRADIEND model": ModelArguments,
-    "devices and memory": DeviceArguments,
-    "training loop": LoopArguments,
-    "start and optimizer": OptimizerArguments,
-    "evaluation": EvaluationArguments,
-    "seeds": SeedArguments,
-    "tracking": TrackingArguments,
-    "pruning and fidelity": RunArguments,
-    "output": OutputArguments,
-}
+GROUPS: dict[str, Any] = {"feature and data": TextPredictionConfig, **arguments.GROUPS}
 
 
 def make_parser() -> CommandParser:
@@ -81,6 +65,7 @@ def parse(argv: Sequence[str]) -> Command:
     model = values.pop("model")
     if not model:
         raise UserError("model is missing: pass --model PATH_OR_HUB_ID, or write model: ... in the configuration.")
+    check_path("model", model)
     if values["data"] is None and values["hf_dataset"] is None:
         raise UserError("data is missing: pass --data FILE_OR_DIRECTORY or --hf_dataset ID.")
     for name in ("pre_prune_config", "post_prune_config"):
@@ -118,9 +103,11 @@ def run(command: Command, interrupt: Interrupt) -> int:
             print(report.plan(trainer, needs))
         return 0
     trainer.interrupt = interrupt
-    trainer.train(callbacks=[KeepConfig(trainer.experiment_dir, resolved(command))])
-    if command.args.select_only and comm.is_first and trainer.experiment_dir is not None:
-        write_text(trainer.experiment_dir / RUN_CONFIG, resolved(command))
+    keep = KeepConfig(trainer.experiment_dir, resolved(command), private=may_hold_secrets(command))
+    trainer.train(callbacks=[keep])
+    interrupt.ignore()  # there is a result, and what is left takes seconds
+    if command.args.select_only and comm.is_first:
+        keep.write()
     if command.args.only_seed is not None:
         if comm.is_first:
             print(report.one_seed(trainer))
@@ -135,15 +122,24 @@ def run(command: Command, interrupt: Interrupt) -> int:
 
 def check(trainer: TextPredictionTrainer) -> Forecast:
     """All that can be wrong before a weight is loaded; nothing is written."""
-    from gradiend_dist.commands.plan import check_output, forecast, space_of
+    from gradiend_dist.commands.plan import check_output, forecast
 
     trainer.check()
-    space, num_weights = space_of(trainer.base_model_name, trainer.args)
-    needs = forecast(trainer.args, space, num_weights)
+    needs = forecast(trainer.base_model_name, trainer.args)
     if trainer.comm.is_first:
         for name, path in output_paths(trainer).items():
+            check_is_no_input(name, path, trainer)
             check_output(name, path, needs.disk)
     return needs
+
+
+def check_is_no_input(name: str, path: Path, trainer: TextPredictionTrainer) -> None:
+    """What a run writes does not go among what it reads: the data's directory would have other tables the next time."""
+    inputs = {"data": trainer.config.data, "base model": trainer.base_model_name}
+    for what, given in inputs.items():
+        taken = Path(given) if isinstance(given, str | Path) else None
+        if taken is not None and path.exists() and taken.is_dir() and path.samefile(taken):
+            raise UserError(f"{name}={path} is the directory of the {what}: pass another {name}.")
 
 
 def output_paths(trainer: TextPredictionTrainer) -> dict[str, Path]:
@@ -156,27 +152,51 @@ def output_paths(trainer: TextPredictionTrainer) -> dict[str, Path]:
 
 
 class KeepConfig(TrainerCallback):
-    """Writes the configuration when the first step begins: a run that is refused before that leaves nothing behind."""
+    """Writes the configuration when the first step begins: a run that is refused before that leaves nothing behind.
 
-    def __init__(self, directory: Path | None, text: str) -> None:
-        self.directory, self.text = directory, text
+    A run without a step (max_steps=0) writes it at its end. Called on all ranks; rank 0 writes.
+    """
+
+    def __init__(self, directory: Path | None, text: str, *, private: bool) -> None:
+        self.directory, self.text, self.private = directory, text, private
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if self.directory is not None and state.global_step == 0 and state.is_world_process_zero:
-            write_text(self.directory / RUN_CONFIG, self.text)
+        self._write_before_first_step(state)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._write_before_first_step(state)
+
+    def _write_before_first_step(self, state: TrainerState) -> None:
+        if state.global_step == 0 and state.is_world_process_zero:
+            self.write()
+
+    def write(self) -> None:
+        """Rank 0 alone."""
+        if self.directory is not None:
+            write_text(self.directory / RUN_CONFIG, self.text, private=self.private)
+
+
+def all_arguments(command: Command) -> dict[str, Any]:
+    """As one run: this may be a task of an array, or the selection after it."""
+    feature = {name: getattr(command.config, name) for name in feature_flags()}
+    values = {"model": command.model, **feature, **command.args.to_dict(), "only_seed": None, "select_only": False}
+    plain: dict[str, Any] = jsonable(values)
+    return plain
+
+
+def may_hold_secrets(command: Command) -> bool:
+    """Where a user writes what he likes, or something looked like a secret, there may be one that does not."""
+    values = all_arguments(command)
+    return bool(command.args.metadata or command.args.wandb_notes) or without_secrets(values) != values
 
 
 def resolved(command: Command) -> str:
-    """The whole configuration, ready to be run again as it is."""
+    """The whole configuration, ready to be run again as it is; but for secrets, which are blotted out."""
     from gradiend_dist import __version__
-    from gradiend_dist.storage.provenance import git_hash
 
-    values: dict[str, Any] = {"model": command.model}
-    values.update({name: getattr(command.config, name) for name in feature_flags()})
-    # As one run: this may be a task of an array, or the selection after it.
-    values.update({**command.args.to_dict(), "only_seed": None, "select_only": False})
+    values = without_secrets(all_arguments(command))
     header = f"# gradiend_dist {__version__}, git {git_hash()}\n# again: gradiend-dist train --config {RUN_CONFIG}\n"
-    return header + yaml.safe_dump(jsonable(values), sort_keys=False, allow_unicode=True)
+    return header + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,18 +32,6 @@ logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-GROUPS = (
-    OutputArguments,
-    LoopArguments,
-    OptimizerArguments,
-    EvaluationArguments,
-    SeedArguments,
-    TrackingArguments,
-    ModelArguments,
-    DeviceArguments,
-    ClassArguments,
-)
-
 
 @documented
 @dataclass(kw_only=True)
@@ -57,6 +46,23 @@ class RunArguments:
     """gradiend-0.2: reproduce the reference package, defects included."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free facts to keep in training.json, as YAML."""
+
+    def check(self) -> None:
+        behaviour_of(self.compat)
+
+
+# Headings of --help and of docs/arguments.md, and the arguments below each.
+GROUPS: dict[str, Any] = {
+    "base model and GRADIEND model": ModelArguments,
+    "devices and memory": DeviceArguments,
+    "training loop": LoopArguments,
+    "start and optimizer": OptimizerArguments,
+    "evaluation": EvaluationArguments,
+    "seeds": SeedArguments,
+    "tracking": TrackingArguments,
+    "pruning and fidelity": RunArguments,
+    "output": OutputArguments,
+}
 
 
 @dataclass(kw_only=True)
@@ -78,7 +84,8 @@ class TrainingArguments(
         _take_plain_values(self)
         check_types(type(self), vars(self))
         _join_names(self)
-        for group in GROUPS:
+        _take_precision_of_launch(self)
+        for group in (*GROUPS.values(), ClassArguments):
             group.check(self)
         self._check_together()
         _reset_ignored(self)
@@ -92,7 +99,7 @@ class TrainingArguments(
             "initialization=spectral.",
         )
         require(
-            not self.looks_at_items or self.spectral_items > self.latent_dim,
+            not self.looks_at_items or self.spectral_items > self.latent_dim or self.initialization == "auto",
             f"spectral_items={self.spectral_items} is too few for latent_dim={self.latent_dim}: pass at least "
             f"{self.latent_dim + 1}.",
         )
@@ -121,6 +128,22 @@ class TrainingArguments(
                 self.bias_decoder or part not in ("decoder-bias", "decoder-sum"),
                 f"{name}={part} reads the decoder's bias and bias_decoder is false: choose decoder-weight.",
             )
+
+    @property
+    def starts_trained(self) -> bool:
+        """Is the start a result already, which competes with the steps that follow?
+
+        Where the choice is left to the run: as theory has it, which wants a target that changes its sign with the class
+        and more items than latents.
+        """
+        if self.initialization == "auto":
+            return self.target == "diff" and self.compat is None and self.spectral_items > self.latent_dim
+        return self.initialization == "spectral"
+
+    @property
+    def looks_at_items(self) -> bool:
+        """Are `spectral_items` gradients looked at before training?"""
+        return self.starts_trained or self.refines
 
     @property
     def behaviour(self) -> Behaviour:
@@ -213,6 +236,21 @@ def _join_names(args: TrainingArguments) -> None:
     if args.saved_seed_runs is None:
         converged = "all_convergent" if args.behaviour.keeps_convergent_seeds else "best_only"
         args.saved_seed_runs = "all_tried" if args.keep_seed_runs else converged  # type: ignore[assignment]
+
+
+def _take_precision_of_launch(args: TrainingArguments) -> None:
+    """`mixed_precision` of an Accelerate configuration is the same as the argument of that name."""
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    require(
+        asked in ("no", "bf16", "fp16"),
+        f"mixed_precision={asked} of the launch is not supported: pass bf16, fp16 or no.",
+    )
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(asked)
+    if other is not None:
+        require(
+            not vars(args)[other], f"{other} is set and the launch has mixed_precision={asked}: leave one of them out."
+        )
+        setattr(args, asked, True)
 
 
 def _same(name: str, value: Value, other: str, other_value: Value, default: Value | None = None) -> Value:

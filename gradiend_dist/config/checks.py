@@ -10,8 +10,16 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from gradiend_dist.config.documents import is_writable
 from gradiend_dist.config.fields import NO_FLAG, flag_type
 from gradiend_dist.errors import UserError
+
+# Of Linux file systems; a path needs room for the names of what is written below it.
+LONGEST_NAME = 255
+
+LONGEST_PATH = 3000
+
+LONGEST_QUOTE = 200
 
 _NAMES = {
     int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null",
@@ -33,7 +41,8 @@ def check_types(kind: type, values: Mapping[str, Any], prefix: str = "", *, as_f
             choices = choices_of(hint)
             if choices and isinstance(value, str):
                 require_choice(prefix + item.name, value, choices)
-            raise UserError(f"{prefix}{item.name}={value!r} is not {describe(hint)}: {item.metadata['help']}")
+            raise UserError(f"{prefix}{item.name}={shown(value)} is not {describe(hint)}: {item.metadata['help']}")
+        check_texts(prefix + item.name, value)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -47,12 +56,57 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in parts
     if hint in (int, float):
         number = Integral if hint is int else Real
-        return isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, number) and not isinstance(value, bool) and _is_finite(value)
     if typing.get_origin(hint) is list:
         return isinstance(value, list | tuple) and all(fits(item, parts[0]) for item in value)
     if typing.get_origin(hint) is dict:
         return isinstance(value, dict) and all(fits(k, parts[0]) and fits(v, parts[1]) for k, v in value.items())
     return isinstance(value, hint)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it: what is long is cut."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
+
+
+def check_texts(name: str, value: Any) -> None:
+    """Every text in a value can be saved and be part of a path."""
+    if isinstance(value, str) and not is_writable(value):
+        raise UserError(f"{name}={shown(value)} has a character that cannot be written: pass plain UTF-8 text.")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_texts(name, key)
+            check_texts(name, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_texts(name, item)
+
+
+def check_path(name: str, path: object, *, spare: int = 0) -> None:
+    """A path that the system can be asked for; `spare`: bytes that are left for what its last name is extended by.
+
+    Without this it is the first file operation that fails, with an error of its own or after hours of work.
+    """
+    check_texts(name, str(path))
+    text = str(path)
+    require(bool(text.strip()), f"{name} is empty: pass a path, or leave it out.")
+    longest = max(len(part.encode()) for part in text.split("/"))
+    require(
+        longest <= LONGEST_NAME - spare and len(text.encode()) <= LONGEST_PATH,
+        f"{name}={shown(text)} is too long for a path ({len(text.encode())} bytes, {longest} in one name): pass a "
+        "shorter one.",
+    )
 
 
 def is_union(hint: Any) -> bool:
@@ -83,13 +137,13 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    require(value in choices, f"{name}={value!r} is not known: choose one of {', '.join(choices)}.")
+    require(value in choices, f"{name}={shown(value)} is not known: choose one of {', '.join(choices)}.")
 
 
 def require_positive(name: str, value: float | None, *, zero: bool = False) -> None:
     low = "at least 0" if zero else "positive"
     fine = value is None or (value >= 0 if zero else value > 0)
-    require(fine, f"{name}={value} must be {low}: pass a larger number.")
+    require(fine, f"{name}={shown(value)} must be {low}: pass a larger number.")
 
 
 def check_topk(name: str, topk: int | float | None) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
+from gradiend_dist.config.checks import check_path
+from gradiend_dist.config.documents import DocumentError, parse_json, parse_yaml, read_text
 from gradiend_dist.errors import UserError
 
 # Arguments of the reference that have no meaning here, with what to do instead. A user who brings a working
@@ -56,16 +57,15 @@ def unknown_key(key: str, names: list[str]) -> str:
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
     """Read a YAML or JSON configuration; the file is data, never code."""
-    import yaml
-
+    check_path("--config", path)
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"--config {path} does not exist: pass the path of a YAML or JSON file.")
+        raise UserError(f"--config {path} does not exist as a file: pass the path of a YAML or JSON file.")
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path} cannot be read: {' '.join(str(error).split())}.") from error
+        text = read_text(path)
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except DocumentError as error:
+        raise UserError(f"--config {path} cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path} holds no mapping: write one `name: value` per line.")
     return values

@@ -10,13 +10,16 @@ from typing import Any
 
 import pandas as pd
 
-from gradiend_dist.config.checks import fits
+from gradiend_dist.config.checks import check_path, fits
 from gradiend_dist.config.fields import FLAG, NO_FLAG, documented
 from gradiend_dist.config.groups.feature import ClassArguments
 from gradiend_dist.data.splits import HELDOUT, GroupKey, Ratios, normalise_split
 from gradiend_dist.errors import UserError
 
 SPLIT_COLUMN = "split"
+
+# Agg draws images below 2^16 pixels in each direction; the widest plot has 20 inches.
+HIGHEST_DPI = 2400
 
 
 @documented
@@ -77,6 +80,8 @@ class TextPredictionConfig(ClassArguments):
     """Words never hidden in them, besides the targets."""
     eval_neutral_max_rows: int | None = None
     """Use only the first neutral sentences, at most this many."""
+    second_neutral_data: pd.DataFrame | list[str] | str | Path | None = field(default=None, metadata={FLAG: str | None})
+    """The same of another kind of text: the harm of a rewritten model is measured on it as well."""
     decoder_eval_targets: dict[str, list[str]] | str | None = field(
         default=None, metadata={FLAG: dict[str, Any] | str | None}
     )
@@ -103,6 +108,9 @@ class TextPredictionConfig(ClassArguments):
         if self.hf_subset is not None and self.hf_dataset is None:
             raise UserError(f"hf_subset={self.hf_subset!r} needs hf_dataset: name the hub dataset there.")
         self.check()
+        for name in ("data", "run_id", "eval_neutral_data", "second_neutral_data"):
+            if isinstance(vars(self)[name], str | Path):
+                check_path(name, vars(self)[name])
         if self.run_id is not None and (Path(self.run_id).is_absolute() or ".." in Path(self.run_id).parts):
             raise UserError(f"run_id={self.run_id!r} leads out of experiment_dir: give the name of a directory in it.")
         targets = self.decoder_eval_targets
@@ -144,6 +152,8 @@ class TextPredictionConfig(ClassArguments):
             "decoder_eval_lms_max_samples": self.decoder_eval_lms_max_samples,
             "img_dpi": self.img_dpi,
         }
+        if self.img_dpi is not None and self.img_dpi > HIGHEST_DPI:
+            raise UserError(f"img_dpi={self.img_dpi} is more than any plot needs: pass at most {HIGHEST_DPI}.")
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise UserError(f"{name}={value} must be at least 1.")

@@ -15,6 +15,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -99,48 +101,43 @@ def _neutral_rows(texts: Sequence[str], hider: _Hider, kind: str) -> pd.DataFram
     blanks = [blank for text in texts if (blank := hider.hide(text)) is not None]
     if len(blanks) < len(texts):
         logger.warning("%s: %d of %d texts have no token to hide", kind, len(texts) - len(blanks), len(texts))
-    rows = [
-        {
-            "masked": masked,
-            "split": NEUTRAL_SPLIT,
-            "factual_class": NEUTRAL_CLASS,
-            "alternative_class": NEUTRAL_CLASS,
-            "factual": token,
-            "alternative": token,
-            "transition": f"{NEUTRAL_CLASS}→{NEUTRAL_CLASS}",
-            "feature_class_id": 0,
-            "label": 0,
-            "type": kind,
-            "text": masked.replace(hider.placeholder, token),
-            "input_text": hider.model_input(masked),
-        }
-        for masked, token in blanks
-    ]
-    return pd.DataFrame(rows, columns=list(NEUTRAL_COLUMNS))
+    tokens = [blank.token for blank in blanks]
+    columns = {
+        "masked": [blank.masked for blank in blanks],
+        "split": NEUTRAL_SPLIT,
+        "factual_class": NEUTRAL_CLASS,
+        "alternative_class": NEUTRAL_CLASS,
+        "factual": tokens,
+        "alternative": tokens,
+        "transition": f"{NEUTRAL_CLASS}→{NEUTRAL_CLASS}",
+        "feature_class_id": 0,
+        "label": 0,
+        "type": kind,
+        "text": [blank.masked.replace(hider.placeholder, blank.token) for blank in blanks],
+        "input_text": [hider.model_input(blank.masked) for blank in blanks],
+    }
+    return pd.DataFrame(columns, columns=list(NEUTRAL_COLUMNS))
 
 
+@dataclass
 class _Hider:
     """Hides one random token per text, from one stream of random numbers for all texts."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        excluded_words: Iterable[str],
-        seed: int,
-        causal: bool,
-        placeholder: str,
-        as_reference: bool,
-    ) -> None:
-        assert causal or tokenizer.mask_token is not None, "a masked model's tokenizer has a mask token"
-        self.tokenizer = tokenizer
-        self.causal = causal
-        self.placeholder = placeholder
-        self.as_reference = as_reference
-        self._random = random.Random(seed)
-        words = [word if as_reference else word.strip() for word in dict.fromkeys(excluded_words)]
+    tokenizer: Any
+    excluded_words: Iterable[str]
+    seed: int
+    causal: bool
+    placeholder: str
+    as_reference: bool
+
+    def __post_init__(self) -> None:
+        assert self.causal or self.tokenizer.mask_token is not None, "a masked model's tokenizer has a mask token"
+        self._random = random.Random(self.seed)
+        words = [word if self.as_reference else word.strip() for word in dict.fromkeys(self.excluded_words)]
         self._excluded_parts = list(dict.fromkeys(word.lower() for word in words if word))
-        self._excluded_tokens = frozenset() if as_reference else self._tokens_of(words)
-        self._allowed: dict[str, bool] = {}
+        self._excluded_tokens = frozenset() if self.as_reference else self._tokens_of(words)
+        # Remembered per token: texts repeat their tokens, and a comparison with every excluded word is slow.
+        self._is_allowed = cache(self._may_hide)
 
     def hide(self, text: str) -> Blank | None:
         tokens = self.tokenizer.tokenize(text)
@@ -166,12 +163,6 @@ class _Hider:
         tokens = [token for spelling in spellings for token in self.tokenizer.tokenize(spelling)]
         return frozenset([*tokens, *self.tokenizer.all_special_tokens])
 
-    def _is_allowed(self, token: str) -> bool:
-        """Remembered per token: texts repeat their tokens, and a comparison with every excluded word is slow."""
-        if token not in self._allowed:
-            self._allowed[token] = self._may_hide(token)
-        return self._allowed[token]
-
     def _may_hide(self, token: str) -> bool:
         letters = token.strip().lstrip("#").lstrip("Ġ").lstrip("▁").strip()
         if not letters or (token.startswith("[") and token.endswith("]")) or token in self._excluded_tokens:
@@ -179,11 +170,8 @@ class _Hider:
         return not any(part in token.lower() for part in self._excluded_parts)
 
     def _reference_blank(self, tokens: list[str], place: int) -> Blank:
-        return Blank(self._masked(tokens, place, self._reference_gap(tokens[place])), tokens[place])
-
-    def _reference_gap(self, token: str) -> str:
-        spaced = self._text([token]).startswith((" ", "\t", "▁"))
-        return " " if self.causal and spaced else ""
+        spaced = self._text([tokens[place]]).startswith((" ", "\t", "▁"))
+        return Blank(self._masked(tokens, place, " " if self.causal and spaced else ""), tokens[place])
 
     def _blank(self, tokens: list[str], place: int) -> Blank | None:
         """Where tokens carry their space, it belongs to the hidden word (masked) or before the blank (causal)."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from gradiend_dist.data.cells import column_of, listed, tell_several_blanks, texts_of
 from gradiend_dist.data.config import SPLIT_COLUMN, TextPredictionConfig
 from gradiend_dist.data.readers import Frames, as_local_path, hub_frames, hub_table, incomplete_classes, read_path
 from gradiend_dist.data.splits import HELDOUT, SplitRule, group_key, normalise_split
@@ -186,7 +187,7 @@ def _paired_rows(request: Request, name: str, frame: pd.DataFrame) -> pd.DataFra
             raise UserError(f"Class {name!r} does not say to which class its 'target' tokens belong: add 'target_id'.")
         other = pair[1] if name == pair[0] else pair[0]
     columns = {
-        config.masked_col: _column(frame, config.masked_col, f"data of class {name!r}"),
+        config.masked_col: column_of(frame, config.masked_col, f"data of class {name!r}"),
         config.label_col: frame["source"],
         config.label_class_col: frame.get("source_id", own),
         "alternative": frame["target"],
@@ -203,7 +204,7 @@ def _merged_input(request: Request, table: pd.DataFrame) -> Input:
     config = request.config
     if _alternatives_are_written(request, table):
         return Input(table=table, alternative_columns=(str(config.alternative_col), str(config.alternative_class_col)))
-    classes = _texts(_column(table, config.label_class_col, "data"), config.label_class_col)
+    classes = texts_of(column_of(table, config.label_class_col, "data"), config.label_class_col)
     names = list(dict.fromkeys(classes))
     wide = request.column_names_are_classes and len(names) > 1 and all(name in table for name in names)
     if request.reference and not wide and not config.class_merge_map:
@@ -221,7 +222,7 @@ def _alternatives_are_written(request: Request, table: pd.DataFrame) -> bool:
     if not request.reference and (len(missing) == 1 or renamed):
         option = (renamed or missing)[0]
         raise UserError(
-            f"data has no column {names[option]!r} ({option}), it has {_listed(table.columns)}: "
+            f"data has no column {names[option]!r} ({option}), it has {listed(table.columns)}: "
             "a table has both the alternative and its class, or neither."
         )
     return not missing
@@ -231,8 +232,8 @@ def _first_token_table(request: Request, table: pd.DataFrame, classes: list[str]
     """The reference's reading of a table without alternatives: the first token of the other class, for all rows."""
     pair = request.named_pair or tuple(sorted(set(classes)))
     if len(pair) != 2 or not set(pair) <= set(classes):
-        raise UserError(f"Give two target_classes that are in the data, which has {_listed(sorted(set(classes)))}.")
-    labels = [str(word) for word in _column(table, request.config.label_col, "data")]
+        raise UserError(f"Give two target_classes that are in the data, which has {listed(sorted(set(classes)))}.")
+    labels = [str(word) for word in column_of(table, request.config.label_col, "data")]
     other_class = {pair[0]: pair[1], pair[1]: pair[0]}
     other_token = {name: labels[classes.index(other_class[name])] for name in pair}
     kept = [name in pair for name in classes]
@@ -255,7 +256,7 @@ def resolve_classes(request: Request, given: Input) -> Classes:
         return _reference_classes(request, given, raw, present, pair)
     unknown = [name for name in config.all_classes or () if name not in present]
     if unknown:
-        raise UserError(f"Class {unknown[0]!r} of all_classes is not in the data, which has {_listed(present)}.")
+        raise UserError(f"Class {unknown[0]!r} of all_classes is not in the data, which has {listed(present)}.")
     every = config.all_classes or sorted(present)
     wanted = every if request.others else pair
     return Classes(pair, tuple(every), tuple(name for name in present if name in wanted))
@@ -278,7 +279,7 @@ def _raw_classes(request: Request, given: Input) -> list[str]:
     if given.table is None:
         return list(given.frames)
     columns = (request.config.label_class_col, given.alternative_columns[1])
-    values = [_column(given.table, column, "data").dropna().astype(str) for column in columns]
+    values = [column_of(given.table, column, "data").dropna().astype(str) for column in columns]
     return list(dict.fromkeys([*values[0], *values[1]]))
 
 
@@ -287,7 +288,7 @@ def _merged_order(request: Request, raw: Sequence[str]) -> list[str]:
     merge_map = request.config.class_merge_map or {}
     absent = [base for base in request.merged_names if base not in raw]
     if absent and not request.reference:
-        raise UserError(f"class_merge_map has class {absent[0]!r}, which is not in the data: it has {_listed(raw)}.")
+        raise UserError(f"class_merge_map has class {absent[0]!r}, which is not in the data: it has {listed(raw)}.")
     alone = [name for name in raw if name not in request.merged_names]
     clash = [name for name in alone if name in merge_map]
     if clash:
@@ -299,14 +300,14 @@ def _resolve_pair(request: Request, present: Sequence[str], incomplete: Sequence
     pair = request.named_pair
     if pair is None:
         if len(present) != 2:
-            raise UserError(f"target_classes is needed: the data has not two classes but {_listed(sorted(present))}.")
+            raise UserError(f"target_classes is needed: the data has not two classes but {listed(sorted(present))}.")
         first, second = sorted(present)
         return first, second
     missing = [name for name in pair if name not in present]
     if missing:
         why = " (a file beside it lists it as incomplete)" if missing[0] in incomplete else ""
         raise UserError(
-            f"target class {missing[0]!r} is not in the data{why}, which has {_listed(present)}: "
+            f"target class {missing[0]!r} is not in the data{why}, which has {listed(present)}: "
             "correct target_classes or the data."
         )
     return pair
@@ -329,13 +330,13 @@ def _relations_of_table(
     config = request.config
     kept = table.dropna(subset=list(columns))
     if kept.empty:
-        raise UserError(f"data has no row with both {_listed(columns)}: fill these columns, or remove them.")
+        raise UserError(f"data has no row with both {listed(columns)}: fill these columns, or remove them.")
     if len(kept) < len(table):
         logger.info("%d of %d rows have no alternative and are left out.", len(table) - len(kept), len(table))
-    raw = _texts(_column(kept, config.label_class_col, "data"), config.label_class_col)
-    raw_other = _texts(_column(kept, columns[1], "data"), columns[1], raw)
+    raw = texts_of(column_of(kept, config.label_class_col, "data"), config.label_class_col)
+    raw_other = texts_of(column_of(kept, columns[1], "data"), columns[1], raw)
     sources = _sources(request, kept, raw, config.label_col).assign(factual_class=_merge(request, raw))
-    tokens = _texts(_column(kept, columns[0], "data"), columns[0], raw)
+    tokens = texts_of(column_of(kept, columns[0], "data"), columns[0], raw)
     edges = edge_frame(sources.index, _merge(request, raw_other), tokens)
     return sources, edges[_counts(request, sources, edges, raw, raw_other)]
 
@@ -393,7 +394,7 @@ def _class_rows(request: Request, given: Input, raw: str) -> pd.DataFrame:
     known = [*given.frames, *request.merged_names, *(request.named_pair or ())]
     for name in dict.fromkeys(known):
         if given.wide and name != raw and name in frame:
-            rows[f"→{name}"] = _column(frame, name, f"data of class {raw!r}").to_numpy()
+            rows[f"→{name}"] = column_of(frame, name, f"data of class {raw!r}").to_numpy()
     return rows
 
 
@@ -409,7 +410,7 @@ def _factual_column(request: Request, given: Input, raw: str) -> str:
         if column in frame:
             return column
     raise UserError(
-        f"data of class {raw!r} has no column with its tokens, it has {_listed(frame.columns)}: "
+        f"data of class {raw!r} has no column with its tokens, it has {listed(frame.columns)}: "
         f"name one of them {' or '.join(map(repr, dict.fromkeys(candidates)))}."
     )
 
@@ -424,7 +425,7 @@ def _edges(request: Request, frame: pd.DataFrame, other: str) -> pd.DataFrame:
     parts = []
     for base in written:
         tokens = frame.loc[_may_pair_with(request, frame, [base]), f"→{base}"].dropna()
-        parts.append(edge_frame(tokens.index, other, _texts(tokens, base)))
+        parts.append(edge_frame(tokens.index, other, texts_of(tokens, base)))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -439,14 +440,15 @@ def _sources(request: Request, frame: pd.DataFrame, raw: list[str], factual_col:
     """The given sentences, checked: errors name column, class and row as the user knows them."""
     config = request.config
     where = f"data of class {raw[0]!r}" if len(set(raw)) == 1 else "data"
-    masked = _texts(_column(frame, config.masked_col, where), config.masked_col, raw)
+    masked = texts_of(column_of(frame, config.masked_col, where), config.masked_col, raw)
     for at, text in enumerate(masked):
         if config.mask_placeholder not in text:
             raise UserError(
                 f"Row {frame.index[at]} of class {raw[at]!r} has no mask_placeholder={config.mask_placeholder!r} in "
                 f"column {config.masked_col!r} ({text[:80]!r}): correct the row or mask_placeholder."
             )
-    factual = _texts(_column(frame, factual_col, where), factual_col, raw)
+    tell_several_blanks(config.mask_placeholder, [str(row) for row in frame.index], masked)
+    factual = texts_of(column_of(frame, factual_col, where), factual_col, raw)
     splits = _split_values(request, frame, raw)
     return pd.DataFrame({"masked": masked, "factual": factual, "split": splits, "raw_class": raw})
 
@@ -457,30 +459,6 @@ def _split_values(request: Request, frame: pd.DataFrame, raw: list[str]) -> list
         return ["train"] * len(frame)
     if column not in frame and (request.reference or column == SPLIT_COLUMN):
         return ["train"] * len(frame)
-    values = _column(frame, column, f"data of class {raw[0]!r}")
-    texts = [str(value) for value in values] if request.reference else _texts(values, column, raw)
+    values = column_of(frame, column, f"data of class {raw[0]!r}")
+    texts = [str(value) for value in values] if request.reference else texts_of(values, column, raw)
     return [normalise_split(text) for text in texts]
-
-
-def _column(frame: pd.DataFrame, name: str, where: str) -> pd.Series:
-    if name not in frame:
-        raise UserError(f"{where} has no column {name!r}, it has {_listed(frame.columns)}.")
-    found = frame[name]
-    if isinstance(found, pd.DataFrame):
-        raise UserError(f"{where} has the column {name!r} {found.shape[1]} times: keep one of them.")
-    return found
-
-
-def _texts(values: pd.Series, column: str, classes: Sequence[str] | None = None) -> list[str]:
-    """The column as strings; an empty cell is an error."""
-    texts = [str(value) for value in values]
-    missing = values.isna().to_numpy(dtype=bool)
-    for at, text in enumerate(texts):
-        if missing[at] or not text.strip():
-            of = f" of class {classes[at]!r}" if classes else ""
-            raise UserError(f"Column {column!r} is empty in row {values.index[at]}{of}: fill it in or remove the row.")
-    return texts
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(repr(name) for name in names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import pandas as pd
 
+from gradiend_dist.config.checks import check_path
+from gradiend_dist.config.documents import DocumentError, parse_json
 from gradiend_dist.data.splits import normalise_split
 from gradiend_dist.errors import UserError
 
@@ -32,9 +33,12 @@ def as_local_path(value: str | Path, argument: str) -> Path | None:
     A string that was meant as a path but does not exist is an error: asking the hub for it would give a message about
     the hub, or somebody else's data.
     """
-    path = Path(value).expanduser()
-    if path.exists():
+    check_path(argument, value)
+    path = Path(os.path.expanduser(value))  # Path.expanduser raises for the home of nobody
+    if path.is_file() or path.is_dir():
         return path
+    if path.exists():
+        raise UserError(f"{argument}={str(value)!r} is a pipe or a device: give a regular file.")
     if isinstance(value, Path) or _looks_like_path(value):
         raise UserError(f"{argument}={str(value)!r} does not exist: give an existing file or directory, or a hub id.")
     return None
@@ -72,13 +76,13 @@ def _read_parquet(path: Path) -> pd.DataFrame:
         return pd.read_parquet(path)
     except ImportError as error:
         raise UserError(f"Reading {str(path)!r} needs pyarrow: pip install pyarrow.") from error
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+    except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:  # pyarrow's are each of them
         raise UserError(f"{str(path)!r} is not a parquet file: {error}") from error
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at other characters, inside a text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{str(path)!r} cannot be read as UTF-8 text: {error}.") from error
 
@@ -93,9 +97,9 @@ def _read_json_lines(path: Path) -> pd.DataFrame:
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error.msg}): write one object per line.") from error
+        value = parse_json(line)
+    except DocumentError as error:
+        raise UserError(f"{where} is not JSON ({error}): write one object per line.") from error
     if not isinstance(value, dict):
         raise UserError(f"{where} is a JSON {type(value).__name__}: write one object per line.")
     return value
@@ -108,25 +112,30 @@ def read_path(path: Path, *, as_text: bool = True) -> pd.DataFrame | Frames:
     training = _training_file(path)
     if training is not None:
         return read_table(training, as_text=as_text)
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in TABLE_SUFFIXES)
-    files = [file for file in files if not file.stem.endswith(INCOMPLETE)]
-    if not files:
+    frames: Frames = {}
+    for file in (file for file in _tables_in(path) if not file.stem.endswith(INCOMPLETE)):
+        if file.stem in frames:
+            raise UserError(f"{str(path)!r} has two files for class {file.stem!r}: remove one of them.")
+        frames[file.stem] = read_table(file, as_text=as_text)
+    if not frames:
         raise UserError(f"{str(path)!r} holds neither {TRAINING_STEM}.csv nor <class>.csv (or .parquet, .jsonl) files.")
-    return _one_frame_per_class(files, as_text)
+    return frames
+
+
+def _tables_in(directory: Path) -> list[Path]:
+    try:
+        files = sorted(file for file in directory.iterdir() if file.suffix.lower() in TABLE_SUFFIXES)
+    except OSError as error:
+        raise UserError(f"{str(directory)!r} cannot be read ({error.strerror}): check its permissions.") from error
+    strange = [file for file in files if not file.is_file()]
+    if strange:
+        raise UserError(f"{str(strange[0])!r} is named like a table and is no file: remove or rename it.")
+    return files
 
 
 def _training_file(directory: Path) -> Path | None:
     candidates = [directory / f"{TRAINING_STEM}{suffix}" for suffix in TABLE_SUFFIXES]
     return next((file for file in candidates if file.is_file()), None)
-
-
-def _one_frame_per_class(files: Sequence[Path], as_text: bool) -> Frames:
-    frames: Frames = {}
-    for file in files:
-        if file.stem in frames:
-            raise UserError(f"{str(file.parent)!r} has two files for class {file.stem!r}: remove one of them.")
-        frames[file.stem] = read_table(file, as_text=as_text)
-    return frames
 
 
 def incomplete_classes(path: Path, class_col: str) -> tuple[str, ...]:
@@ -185,10 +194,10 @@ def _wanted_splits(
 ) -> Mapping[str, pd.DataFrame]:
     wanted = None if splits is None else [normalise_split(split) for split in splits]
     loaded = hub_splits(dataset, name, trust_remote_code)
-    found = {split: frame for split, frame in loaded.items() if wanted is None or split in wanted}
-    if not found:
+    kept = {split: frame for split, frame in loaded.items() if wanted is None or split in wanted}
+    if not kept:
         raise UserError(f"hf_splits={splits!r} names no split of {dataset!r} ({name}), which has {', '.join(loaded)}.")
-    return found
+    return kept
 
 
 def hub_configurations(dataset: str) -> list[str]:
@@ -232,24 +241,27 @@ def read_neutral(
     *,
     max_rows: int | None = None,
     trust_remote_code: bool | None = None,
+    argument: str = "eval_neutral_data",
 ) -> pd.DataFrame:
     """Texts without the feature, as a frame with the one column `text`; at most the first `max_rows`.
 
     Taken from a frame or table file with a column `text` or a single column, a text file with one text per line, a list
     of strings, or the train split of a hub dataset.
     """
-    texts = _neutral_texts(value, trust_remote_code)
+    texts = _neutral_texts(value, trust_remote_code, argument)
     for row, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"eval_neutral_data has no text in row {row} ({text!r}): remove the row.")
+            raise UserError(f"{argument} has no text in row {row} ({text!r}): remove the row.")
     if not texts:
-        raise UserError("eval_neutral_data has no rows: give at least one text, or None.")
+        raise UserError(f"{argument} has no rows: give at least one text, or None.")
     return pd.DataFrame({"text": texts[:max_rows]})
 
 
-def _neutral_texts(value: pd.DataFrame | Sequence[str] | str | Path, trust_remote_code: bool | None) -> list[Any]:
+def _neutral_texts(
+    value: pd.DataFrame | Sequence[str] | str | Path, trust_remote_code: bool | None, argument: str
+) -> list[Any]:
     if isinstance(value, (str, Path)):
-        path = as_local_path(value, "eval_neutral_data")
+        path = as_local_path(value, argument)
         if path is None:
             return _text_column(_hub_train_split(str(value), trust_remote_code))
         if path.suffix.lower() == ".txt":

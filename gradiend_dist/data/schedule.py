@@ -80,9 +80,9 @@ def make_schedule(
     cut = _full_batches if reference else _even_batches
     batches: list[np.ndarray] = []
     groups: list[tuple[int, ...]] = []
-    for found in cut(_positions(rows, by), batch_size, seed, shuffle):
-        groups.append(tuple(range(len(batches), len(batches) + len(found))))
-        batches.extend(found)
+    for group_batches in cut(_positions(rows, by), batch_size, seed, shuffle):
+        groups.append(tuple(range(len(batches), len(batches) + len(group_batches))))
+        batches.extend(group_batches)
     return Schedule(tuple(batches), tuple(groups), seed, reference, shuffle)
 
 
@@ -91,12 +91,12 @@ Positions = dict[Any, list[np.ndarray]]  # by feature_class_id: the row position
 
 def _positions(rows: pd.DataFrame, by: str) -> Positions:
     """Row positions by feature_class_id (or another column) and label, both ascending."""
-    found: Positions = {}
+    positions: Positions = {}
     groups, labels = np.array(rows[by].tolist()), rows["label"].to_numpy()
     for group in np.unique(groups):
         own = labels[groups == group]
-        found[group.item()] = [np.flatnonzero((groups == group) & (labels == label)) for label in np.unique(own)]
-    return found
+        positions[group.item()] = [np.flatnonzero((groups == group) & (labels == label)) for label in np.unique(own)]
+    return positions
 
 
 def _even_batches(positions: Positions, batch_size: int, seed: int, shuffle: bool) -> Iterator[list[np.ndarray]]:

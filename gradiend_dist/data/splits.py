@@ -152,7 +152,7 @@ def one_to_one_pairs(table: pd.DataFrame, key: Callable[[str], str]) -> pd.Serie
     for word, other in zip(word_of, other_of, strict=True):
         partners[(word, other[0])].add(other)
         partners[(other, word[0])].add(word)
-    if any(len(found) > 1 for found in partners.values()):
+    if any(len(words) > 1 for words in partners.values()):
         return None
     return _connected(word_of, other_of, table.index)
 
@@ -187,18 +187,15 @@ def _reference_random(table: pd.DataFrame, rule: SplitRule, _targets: Sequence[s
     parts = []
     for name, rows in table.groupby("factual_class", sort=False):
         counts = _rounded_counts(len(rows), rule.ratios)
-        _require_filled(counts, rule.ratios, f"class {name!r}")
+        shares = zip(SPLITS, counts, rule.ratios, strict=True)
+        empty = [split for split, count, ratio in shares if ratio > 0 and count == 0]
+        if empty and len(rows) >= _num_buckets(rule.ratios):
+            raise UserError(
+                f"split_col=None leaves no row of class {name!r} for {' and '.join(empty)}, with {len(rows)} rows in "
+                "all: give more rows or other split_ratios."
+            )
         parts.append(rows.sample(frac=1, random_state=rule.seed).assign(split=_names(counts)))
     return pd.concat(parts)
-
-
-def _require_filled(counts: list[int], ratios: Ratios, what: str) -> None:
-    empty = [name for name, count, ratio in zip(SPLITS, counts, ratios, strict=True) if ratio > 0 and count == 0]
-    if empty and sum(counts) >= _num_buckets(ratios):
-        raise UserError(
-            f"split_col=None leaves no row of {what} for {' and '.join(empty)}, with {sum(counts)} rows in all: "
-            "give more rows or other split_ratios."
-        )
 
 
 def _reference_heldout(table: pd.DataFrame, rule: SplitRule, targets: Sequence[str], cased: Cased) -> pd.DataFrame:

@@ -69,10 +69,10 @@ class FeatureData:
         if include_other_classes and self.load_others is not None:
             return self._with_others.rows(split, include_other_classes=True)
         rows = self.table if include_other_classes else self.table[self._trained()]
-        found = rows[rows["split"] == normalise_split(split)].reset_index(drop=True)
-        if found.empty:
+        of_split = rows[rows["split"] == normalise_split(split)].reset_index(drop=True)
+        if of_split.empty:
             raise UserError(f"There are no rows in split {split!r}, only in {', '.join(order_splits(rows['split']))}.")
-        return _numbered(found, self.target_classes) if self.reference else found
+        return _numbered(of_split, self.target_classes) if self.reference else of_split
 
     def _trained(self) -> pd.Series:
         """The pair, and identity rows. The reference does not train on identities that the input itself has."""
@@ -122,7 +122,8 @@ def _load(request: Request) -> FeatureData:
     num_given = 0
     if request.reference:
         table = _reference_table(request, given, classes, sources, edges)
-        classes = classes if given.per_class else replace(classes, every=_classes_of(table))
+        if not given.per_class:
+            classes = replace(classes, every=tuple(sorted({*table["factual_class"], *table["alternative_class"]})))
         num_given = len(table)
         table = pd.concat([table, *_reference_identity(request, given, classes, table, sources)], ignore_index=True)
     else:
@@ -136,10 +137,6 @@ def _load(request: Request) -> FeatureData:
         num_given=num_given,
         load_others=partial(_load, replace(request, others=True)) if _has_others(request, given, classes) else None,
     )
-
-
-def _classes_of(table: pd.DataFrame) -> tuple[str, ...]:
-    return tuple(sorted({*table["factual_class"], *table["alternative_class"]}))
 
 
 def _neutral(config: TextPredictionConfig) -> pd.DataFrame | None:
@@ -267,8 +264,7 @@ def _drawn(request: Request, table: pd.DataFrame, sources: pd.DataFrame) -> pd.D
     filled: list[Any] = table["alternative"].tolist()
     for key, rows in table[table["alternative"].isna()].groupby(block, sort=False):
         names = tuple(str(name) for name in key)
-        found = _candidates(request, sources, names)
-        tokens, weights = _weighted(found, first_spelling=request.reference)
+        tokens, weights = _weighted(_candidates(request, sources, names), first_spelling=request.reference)
         rng = shared if request.reference else stream(request.draw_seed, "alternatives", *names)
         k = min(request.config.max_counterfactuals_per_sentence, len(tokens))
         for row, choice in zip(rows.index, _choices(rng, len(rows), k, weights), strict=True):
@@ -289,12 +285,12 @@ def _choices(rng: np.random.Generator, rows: int, k: int, weights: np.ndarray) -
 def _candidates(request: Request, sources: pd.DataFrame, names: tuple[str, ...]) -> list[str]:
     """The tokens of the other class that a block of rows may get."""
     own, other = names[:2]
-    found = sources[sources["factual_class"] == other]
+    rows = sources[sources["factual_class"] == other]
     if request.reference:
-        return found["factual"].tolist()
+        return rows["factual"].tolist()
     split, raw = names[2:]
-    found = found[found["split"] == split]
-    pairs = zip(found["factual"], found["raw_class"], strict=True)
+    rows = rows[rows["split"] == split]
+    pairs = zip(rows["factual"], rows["raw_class"], strict=True)
     tokens = [token for token, base in pairs if request.may_pair(raw, base)]
     if not tokens:
         raise UserError(
@@ -351,6 +347,7 @@ def _finished(request: Request, classes: Classes, table: pd.DataFrame) -> pd.Dat
     absent = [name for name in (_transition(first, second), _transition(second, first)) if name not in arrows]
     if len(absent) == 2 or (absent and not request.reference):
         raise UserError(f"The data has no row for {absent[0]}: both directions are needed, check target_classes.")
+    _tell_equal_words(table, classes.pair)
     counts = Counter(table["split"])
     logger.info("%d rows: %s.", len(table), ", ".join(f"{counts[name]} {name}" for name in order_splits(counts)))
     sign = {first: 1.0, second: -1.0}
@@ -358,6 +355,25 @@ def _finished(request: Request, classes: Classes, table: pd.DataFrame) -> pd.Dat
     # Built anew from lists, so that the types of columns do not tell which way the rows have come.
     texts = {name: table[name].tolist() for name in TEXT_COLUMNS}
     return _numbered(pd.DataFrame({**texts, "transition": arrows, "label": labels}), classes.pair)
+
+
+def _tell_equal_words(table: pd.DataFrame, pair: tuple[str, str]) -> None:
+    """A row whose word is the same in both classes says nothing of the feature; where all are so, there is none."""
+    rows = table[_is_pair(table, pair)]
+    equal = rows["factual"].str.strip() == rows["alternative"].str.strip()
+    if equal.all():
+        raise UserError(
+            f"Classes {pair[0]!r} and {pair[1]!r} have the same word in every row ({rows['factual'].iloc[0]!r}): there "
+            "is nothing to tell them apart by; correct the words or target_classes."
+        )
+    if equal.any():
+        word = rows.loc[equal, "factual"].iloc[0]
+        logger.warning(
+            "%d of %d rows have the same word in both classes (%r): their gradients do not differ",
+            equal.sum(),
+            len(rows),
+            word,
+        )
 
 
 def _numbered(table: pd.DataFrame, pair: tuple[str, str]) -> pd.DataFrame:

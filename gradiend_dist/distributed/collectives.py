@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradiend_dist.distributed.clock import Clock
+from gradiend_dist.distributed.messages import check_length, decode, encode
 from gradiend_dist.distributed.peers import PeerLost
 from gradiend_dist.space import Slices
 
@@ -107,19 +108,27 @@ class HostCollectives(Ranks):
         """What rank 0 says; in a single process what it says itself."""
         if self.is_alone:
             return value
-        box = [value]
+        message = encode(value) if self.is_first else b""
         with self.exchanging("rank 0's decision"):
-            dist.broadcast_object_list(box, src=0, group=self.control, device=torch.device("cpu"))
-        return box[0]
+            length = torch.tensor([len(message)])
+            dist.broadcast(length, src=0, group=self.control)
+            sent = _as_tensor(message, check_length(int(length)))
+            dist.broadcast(sent, src=0, group=self.control)
+        decided: T = value if self.is_first else decode(sent.numpy().tobytes())
+        return decided
 
     def gather(self, value: T) -> list[T]:
         """What every rank says, on every rank: small things. A list of one in a single process."""
         if self.is_alone:
             return [value]
-        box: list[Any] = [None] * self.world_size
+        message = encode(value)
         with self.exchanging("what every rank says"):
-            dist.all_gather_object(box, value, group=self.control)
-        return box
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(lengths, torch.tensor([len(message)]), group=self.control)
+            sizes = [check_length(int(length)) for length in lengths]
+            said = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+            dist.all_gather(said, _as_tensor(message, max(sizes)), group=self.control)
+        return [decode(each[:size].numpy().tobytes()) for each, size in zip(said, sizes, strict=True)]
 
     def largest(self, *values: float) -> list[float]:
         """The largest of every rank's first value, second value, ...; in a single process the values."""
@@ -172,3 +181,11 @@ class HostCollectives(Ranks):
         with self.exchanging(f"rank {source}'s part of a file"):
             dist.recv(into, src=source, group=self.control)
         return into
+
+
+def _as_tensor(message: bytes, length: int) -> Tensor:
+    """The message's bytes, and after them what makes all messages equally long."""
+    padded = torch.zeros(length, dtype=torch.uint8)
+    if message:
+        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    return padded

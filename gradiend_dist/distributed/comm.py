@@ -33,13 +33,9 @@ T = TypeVar("T")
 
 
 @dataclass
-class Comm(DeviceCollectives, HostCollectives):
+class Comm(DeviceCollectives, HostCollectives, Meetings):
     """This process among the ranks. All ranks call each method together and in the same order."""
 
-    timeout: float = 1800.0
-    """Seconds after which a rank that does not answer is given up."""
-    peers: Peers = field(default_factory=Peers, repr=False)
-    meetings: Meetings = field(default_factory=Meetings, repr=False)
     unshared: set[Path] = field(default_factory=set, repr=False)
     """Directories of rank 0's that were found to be invisible to others: their files are not waited for again."""
 
@@ -52,30 +48,17 @@ class Comm(DeviceCollectives, HostCollectives):
         if dist.get_backend() != "gloo":
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        peers = Peers(rank, world_size, PrefixStore("gradiend_dist", _get_default_store()))
         joined = cls(
             rank=rank,
             world_size=world_size,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             control=control,
             timeout=timeout,
-            peers=peers,
-            meetings=Meetings(peers, store_of_rank_0(control), timeout),
+            peers=Peers(rank, world_size, PrefixStore("gradiend_dist", _get_default_store())),
         )
+        joined.store = store_of_rank_0(joined)
         atexit.register(joined.leave)  # also where a script of a user's simply ends
         return joined
-
-    def first(self, what: str, work: Callable[[], T]) -> T:
-        """Rank 0 works, which may take long; the others wait and get its result. A single process works."""
-        return self.meetings.first(what, work)
-
-    def meet(self, what: str) -> None:
-        """Go on when every rank is here; at once in a single process."""
-        self.meetings.meet(what)
-
-    def leave(self) -> None:
-        """The run ends well: rank 0, which keeps a store for the others, leaves last. Nothing in a single process."""
-        self.meetings.leave()
 
     def together(self, check: Callable[[], T]) -> T:
         """Every rank checks; if any finds something wrong, one tells it and all end. A single process just checks."""

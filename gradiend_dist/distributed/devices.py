@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
+from torch import Tensor
 
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.errors import UserError
+
+
+def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """A few numbers of the host as a tensor, without waiting: `torch.tensor(numbers, device=...)` waits for a GPU."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def sharing(device: torch.device, local_world_size: int) -> int:
+    """How many ranks of a host have this memory: a GPU is one rank's own."""
+    return 1 if device.type == "cuda" else local_world_size
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Launch:
 
 
 def launched(timeout: float) -> Launch:
-    """The processes that work together, and this one among them; the first call joins them."""
+    """The processes that work together, and this one among them; the first call joins them. All ranks call this."""
     if not _joined:
         _joined.append(_join(timeout))
     return _joined[0]
@@ -76,6 +76,7 @@ def _is_on(name: str) -> bool:
 
 def _require_fsdp2(accelerator: Any) -> None:
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import disable_fsdp_ram_efficient_loading
 
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
         # Torch shards on CPUs as well, Accelerate does not think of it: the same plugin, from the same environment.
@@ -83,5 +84,8 @@ def _require_fsdp2(accelerator: Any) -> None:
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)
         accelerator.state.fsdp_plugin = plugin
+    # The plugin remembers it. Where transformers sees it in the environment, it fills models with zeros on all ranks
+    # but one, and leaves the rest to Accelerate; here each rank reads its own rows.
+    disable_fsdp_ram_efficient_loading()
     if accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise UserError("fsdp_version=1 flattens the weights beyond recognition: set fsdp_version: 2.")

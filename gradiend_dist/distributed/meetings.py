@@ -8,19 +8,22 @@ their state together. So they meet on rank 0's, which leaves last (`leave`).
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
-import pickle
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from gradiend_dist.distributed.collectives import HostCollectives
+from gradiend_dist.distributed.interrupt import stop_if_told
+from gradiend_dist.distributed.messages import decode, encode
 from gradiend_dist.distributed.peers import PeerError, PeerLost, Peers
 
 logger = logging.getLogger(__name__)
@@ -40,8 +43,8 @@ FAREWELL_SECONDS = 20.0
 class Meetings:
     """The points at which ranks wait for each other. All ranks call each method together, in the same order."""
 
-    peers: Peers = field(default_factory=Peers)
-    store: Any = None
+    peers: Peers = field(default_factory=Peers, repr=False)
+    store: Any = field(default=None, repr=False)
     """Rank 0's; None: a single process."""
     timeout: float = 1800.0
     """Seconds after which a rank that does not answer is given up."""
@@ -61,11 +64,11 @@ class Meetings:
             try:
                 result = work()
             except BaseException:
-                self.store.set(key, pickle.dumps((False, None)))
+                self.store.set(key, encode((False, None)))
                 raise
-            self.store.set(key, pickle.dumps((True, result)))
+            self.store.set(key, encode((True, result)))
             return result
-        is_fine, result = pickle.loads(self._wait_for(key, lambda: f"rank 0 ({what})"))
+        is_fine, result = decode(self._wait_for(key, lambda: f"rank 0 ({what})"))
         if not is_fine:
             raise PeerError
         return result
@@ -80,7 +83,10 @@ class Meetings:
         self._wait_for(f"{key}/all", lambda: f"{self._missing(key)} ({what})")
 
     def leave(self) -> None:
-        """The run ends well. Rank 0 keeps its store until the others need it no more, or are gone."""
+        """The run ends well. Rank 0 keeps its store until the others need it no more, or are gone.
+
+        All ranks call this; nothing happens in a single process.
+        """
         if self.store is None or self._left:
             return
         self._left = True  # once: who arrives twice would count for two
@@ -110,6 +116,7 @@ class Meetings:
                 return value
             except dist.DistStoreError as error:  # not there yet
                 now = time.monotonic()
+                stop_if_told()
                 if self.peers.have_failed():
                     raise PeerError from error
                 if now - start >= self.timeout:
@@ -121,10 +128,33 @@ class Meetings:
                 raise PeerLost("waiting for rank 0") from error  # its store is gone, and it with it
 
 
-def store_of_rank_0(control: Any) -> TCPStore:
-    """A store in the process of rank 0, which the other ranks join. All ranks call this, where there are several."""
+def store_of_rank_0(ranks: HostCollectives) -> TCPStore:
+    """A store in the process of rank 0, which the other ranks join. All ranks call this, where there are several.
+
+    It listens on one interface: the one of the rendezvous, or on loopback where all ranks are on one host.
+    """
+    address = _address_of_rank_0(ranks)
+    listener = _listener(address) if ranks.is_first else None
+    port = int(ranks.decide(0 if listener is None else listener.getsockname()[1]))
+    if listener is None:
+        return TCPStore(address, port, is_master=False)
+    # The store has the socket from here on, and closes it.
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _address_of_rank_0(ranks: HostCollectives) -> str:
+    """As the other hosts know it: many a host takes its own name for its loopback. All ranks call this."""
+    if ranks.local_world_size == ranks.world_size:
+        return "127.0.0.1"
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    own = TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    port = [None if own is None else own.port]
-    dist.broadcast_object_list(port, src=0, group=control, device=torch.device("cpu"))
-    return own or TCPStore(host, port[0] or 0, is_master=False)
+    known = [str(found) for found in ranks.gather(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])]
+    return next((found for found in known if not ipaddress.ip_address(found.partition("%")[0]).is_loopback), known[0])
+
+
+def _listener(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family)
+    except OSError:  # behind a translation of addresses this host has none that the others know
+        logger.warning("rank 0 has no interface with the address %s: its store listens on all of them", address)
+        return socket.create_server(("", 0), family=family)

@@ -36,6 +36,10 @@ class StepOptions:
     """"encoder" or "decoder": train this half alone, on the labels."""
     auto: Rates | None = None
     """None: the learning rate and epsilon are those of both halves."""
+    moments_dtype: str = "float32"
+    """Or bfloat16, rounded at random: see `rounding`."""
+    triton_kernels: bool = True
+    """On GPUs that can run them: see `fused`."""
 
     @property
     def rates(self) -> Rates:
@@ -53,6 +57,8 @@ class StepOptions:
             max_grad_norm=args.max_grad_norm,
             supervised=supervised,
             auto=auto,
+            moments_dtype=args.moments_dtype,
+            triton_kernels=args.triton_kernels,
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradiend_dist.engines.base import StepOptions
 from gradiend_dist.errors import UserError
+from gradiend_dist.space import INT32_MAX
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -112,3 +113,8 @@ def check_zero(config: dict[str, Any]) -> None:
     for key, only in ONLY_VALUES.items():
         if zero.get(key, only) != only:
             raise UserError(f"zero_optimization.{key}={zero[key]} is not supported here: remove it.")
+
+
+def fits_zero(n: int, latent_dim: int) -> bool:
+    """Can DeepSpeed's engine train an encoder over n entries? It cuts no product, and cuBLAS counts in 32 bits."""
+    return n * latent_dim <= INT32_MAX

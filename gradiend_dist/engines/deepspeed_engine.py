@@ -71,6 +71,11 @@ def make_optimizer(groups: Sequence[Group], options: StepOptions) -> torch.optim
     """torch's Adam or AdamW; the learning rate comes with each step."""
     if options.optim not in ("adamw", "adam"):
         raise UserError(f"optim={options.optim} does not work with DeepSpeed: pass optim=adamw, or launch without it.")
+    if options.moments_dtype != "float32":
+        raise UserError(
+            f"moments_dtype={options.moments_dtype} does not work with DeepSpeed, which keeps its own moments: leave "
+            "it out, or launch without DeepSpeed."
+        )
     kind = torch.optim.AdamW if options.optim == "adamw" else torch.optim.Adam
     own = [{"params": group.weights, "eps": group.epsilon} for group in groups]
     return kind(own, lr=1.0, betas=options.betas, weight_decay=options.weight_decay, fused=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradiend_dist.engines.base import StepOptions
+from gradiend_dist.engines.rounding import Rounding, shifted, store_rounded
 from gradiend_dist.errors import UserError
 
 
@@ -38,13 +39,14 @@ class Optimizer(ABC):
 
 
 class FusedAdam(Optimizer):
-    """torch's fused Adam and AdamW kernels on views of the weights; first and second moments in float32."""
+    """torch's fused Adam and AdamW kernels on views of the weights; moments in float32, with `rounding` in bfloat16."""
 
     can_be_cut = True
 
-    def __init__(self, options: StepOptions, weights: list[Tensor]) -> None:
+    def __init__(self, options: StepOptions, weights: list[Tensor], rounding: Rounding | None = None) -> None:
         self.options = options
         self.weights = weights
+        self.rounding = rounding
         self._moments: tuple[list[Tensor], list[Tensor]] | None = None
         self.num_steps = torch.zeros((), device=weights[0].device)
         self._kernel = torch._fused_adamw_ if options.optim == "adamw" else torch._fused_adam_
@@ -60,33 +62,51 @@ class FusedAdam(Optimizer):
     def _both_moments(self) -> tuple[list[Tensor], list[Tensor]]:
         """Made when they are first wanted: a closed form that takes no step has none."""
         if self._moments is None:
-            first, second = ([torch.zeros_like(w, dtype=torch.float32) for w in self.weights] for _ in range(2))
+            first, second = (
+                [torch.zeros_like(w, dtype=self._dtype_of(index)) for index, w in enumerate(self.weights)]
+                for _ in range(2)
+            )
             self._moments = first, second
         return self._moments
+
+    def _dtype_of(self, index: int) -> torch.dtype:
+        return torch.float32 if self.rounding is None else self.rounding.dtype_of(index)
 
     def begin(self, learning_rate: float, not_finite: Tensor) -> None:
         self._both_moments()
         self.num_steps += 1.0 - not_finite  # a step that changes nothing does not count
-        self._learning_rate, self._not_finite = learning_rate, not_finite
+        self.learning_rate, self.not_finite = learning_rate, not_finite
 
     def update(self, index: int, chunk: slice, gradient: Tensor) -> None:
         weight = self.weights[index][chunk]
         assert gradient.shape == weight.shape, f"gradient {gradient.shape} for weight {weight.shape}"
+        moments = self.moments[index][chunk], self.second_moments[index][chunk]
+        if self.rounding is None or moments[0].dtype == torch.float32:
+            self._update(weight, gradient, *moments)
+            return
+        # A step that changes nothing rounds what bfloat16 can hold: that changes nothing either.
+        exact = moments[0].float(), moments[1].float()
+        self._update(weight, gradient, *exact)
+        noise = self.rounding.noise(index, self.weights[index], chunk, self.num_steps)
+        store_rounded(exact[0], noise & 0xFFFF, moments[0])
+        store_rounded(exact[1], shifted(noise, 16), moments[1])
+
+    def _update(self, weight: Tensor, gradient: Tensor, moment: Tensor, second_moment: Tensor) -> None:
         self._kernel(
             [weight],
             [gradient.contiguous()],
-            [self.moments[index][chunk]],
-            [self.second_moments[index][chunk]],
+            [moment],
+            [second_moment],
             [],
             [self.num_steps],
-            lr=self._learning_rate,
+            lr=self.learning_rate,
             beta1=self.options.betas[0],
             beta2=self.options.betas[1],
             weight_decay=self.options.weight_decay,
             eps=self.options.epsilon,
             amsgrad=False,
             maximize=False,
-            found_inf=self._not_finite,
+            found_inf=self.not_finite,
         )
 
     def negate_momentum(self, indices: list[int]) -> None:
@@ -153,5 +173,8 @@ def import_bitsandbytes() -> Any:
     return bitsandbytes
 
 
-def make_optimizer(options: StepOptions, weights: list[Tensor]) -> Optimizer:
-    return EightBitAdam(options, weights) if options.optim == "adamw_8bit" else FusedAdam(options, weights)
+def make_optimizer(options: StepOptions, weights: list[Tensor], rounding: Rounding | None = None) -> Optimizer:
+    """`rounding`: which numbers the weights are, for moments in bfloat16 if these are wanted."""
+    if options.optim == "adamw_8bit":
+        return EightBitAdam(options, weights)
+    return FusedAdam(options, weights, rounding if options.moments_dtype == "bfloat16" else None)

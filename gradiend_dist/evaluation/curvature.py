@@ -4,10 +4,11 @@ A step v gains g.v for the feature and costs v'Hv of the language model's loss o
 best v is H^-1 g: the learnt direction, divided by the curvature. The diagonal F of the empirical Fisher matrix, the
 mean squared gradient of that loss over a few texts, stands in for H:
 
-    s(v) = c * v / (F + 0.1 * mean F),   c such that sum F s(v)^2 = sum F v^2
+    s(v) = c * v / (F + 0.1 * mean F of the same weight tensor),   c such that sum F s(v)^2 = sum F v^2
 
-Equal learning rates so do equal damage, as far as F can tell. It matters most for weights that every token passes, as
-BERT's token-type embeddings: they may hold half of v, and do nearly all of the damage.
+Equal learning rates so do equal damage, as far as F can tell. (It cannot tell how much: F is that of a few texts, and s
+goes where these are not sensitive; predictions from it were too small by 10^4.) It matters most for weights that every
+token passes, as BERT's token-type embeddings: they may hold half of v, and do nearly all of the damage.
 """
 
 from __future__ import annotations
@@ -23,122 +24,80 @@ from gradiend_dist.data.config import TextPredictionConfig
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.fsdp import reshard
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.texts import FEWEST_TEXTS, READINGS, Texts, curvature_texts, text_questions, too_few
 from gradiend_dist.gradients.base import BaseGradients
-from gradiend_dist.gradients.cloze import (
-    HIDDEN_SHARE,
-    ClozeRow,
-    MaskedObjective,
-    causal_text_questions,
-    masked_text_questions,
-    tokens_of,
-)
+from gradiend_dist.gradients.cloze import ClozeRow, MaskedObjective
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.model.base import longest_input
 from gradiend_dist.rewriting.move import ByTensor, Factors, Piece, Scaling
 from gradiend_dist.session import Session
-from gradiend_dist.space import ParameterSpace, Slices
-
-NUM_TEXTS = 8
-
-FEWEST_TEXTS = 2
+from gradiend_dist.space import ParameterSpace, Slices, Weight
 
 DAMPING = 0.1
+
+# Of the model's mean: a tensor with less has no curvature of its own but rounding errors, which must not be divided by.
+# Attention leaves all keys' biases alone, for example.
+LEAST_SHARE = 1e-4
 
 # Of a text: enough to see what the model does with it, and short of what a training item needs in memory.
 LONGEST_TEXT = 128
 
-# A masked model reads each text so often, with other tokens hidden, that most of them are hidden once.
-READINGS = round(1 / HIDDEN_SHARE)
-
 
 class ByCurvature:
-    """`curvature` has a number for each entry of the vectors; with `comm` each rank has its part of both."""
+    """`curvature` has a number for each entry of the vectors, in which `weights` are; with `comm` each rank has its
+    part of all three, and all ranks make this and call `fit`."""
 
-    def __init__(self, curvature: Tensor, comm: Comm | None = None) -> None:
+    def __init__(self, curvature: Tensor, weights: Sequence[Weight], comm: Comm | None = None) -> None:
         self.curvature, self.comm = curvature, comm or Comm()
-        own = torch.tensor([float(curvature.sum(dtype=torch.float64)), float(curvature.numel())], dtype=torch.float64)
-        total, count = self.comm.total_on_host(own).tolist()
+        own = torch.zeros(len(weights), 2, dtype=torch.float64)
+        for number, weight in enumerate(weights):
+            mine = curvature[weight.offset : weight.stop]
+            own[number, 0], own[number, 1] = mine.sum(dtype=torch.float64), mine.numel()
+        sums = self.comm.total_on_host(own)
+        total, count = sums.sum(0).tolist()
         if not math.isfinite(total) or total <= 0.0:
             raise UserError(
                 f"The neutral texts' gradients over the model's {count:.0f} weights are "
                 f"{'zero' if total == 0.0 else 'not finite'}: pass other eval_neutral_data, or scaling=tensor."
             )
-        self.damping = DAMPING * total / count
+        means = sums[:, 0] / sums[:, 1].clamp_min(1.0)
+        self.damping: list[float] = (DAMPING * means.clamp_min(LEAST_SHARE * total / count)).tolist()
 
     def fit(self, pieces: Iterable[Piece]) -> Factors:
         own = torch.zeros(2, dtype=torch.float64)
         for piece in pieces:
             curvature = self.curvature[piece.where].to(piece.step.device)
-            for number, step in enumerate((piece.step, piece.step / (curvature + self.damping))):
+            for number, step in enumerate((piece.step, piece.step / (curvature + self.damping[piece.weight]))):
                 own[number] += float((curvature * step * step).sum(dtype=torch.float64))
         before, after = self.comm.total_on_host(own).tolist()
         # Where v leaves alone all that the texts are sensitive to, no step does damage: it stays what it is.
-        return _PerEntry(self, math.sqrt(before / after) if after > 0.0 else self.damping)
+        return _PerEntry(self, math.sqrt(before / after) if after > 0.0 else None)
 
 
 @dataclass(frozen=True)
 class _PerEntry:
     scaling: ByCurvature
-    constant: float
+    constant: float | None
 
-    def at(self, weight: int, where: slice) -> Tensor:  # noqa: ARG002
-        return self.constant / (self.scaling.curvature[where] + self.scaling.damping)
-
-
-@dataclass(frozen=True)
-class CurvatureTexts:
-    """What the curvature is measured on: no neutral text that a rewritten model is scored on."""
-
-    texts: tuple[str, ...]
-    ignored: tuple[str, ...]
-    """Words that are not asked for."""
-
-    @staticmethod
-    def draw(session: Session, config: TextPredictionConfig) -> CurvatureTexts:
-        """Some neutral texts of the run, at most half of them; where it has none, rows of training with their words.
-
-        The draw depends on nothing but the data and their seed: a model that is rewritten later moves as the scored
-        one did.
-        """
-        args, neutral = session.args, session.data.neutral
-        ignored = config.decoder_eval_ignore_tokens
-        if neutral is not None and len(neutral):
-            count = min(NUM_TEXTS, len(neutral) // 2)
-            texts = neutral.sample(n=count, random_state=args.data_seed)["text"].astype(str).tolist()
-        else:
-            if "train" not in session.data.splits():
-                raise too_few(0)
-            rows = session.data.rows("train")
-            some = rows.sample(n=min(NUM_TEXTS, len(rows)), random_state=args.data_seed)
-            filled = zip(some["masked"], some["factual"], strict=True)
-            texts = [text.replace(args.mask_placeholder, word) for text, word in filled]
-            if ignored is None:  # as where such rows score a model: the feature's own words do not count
-                ignored = sorted({*rows["factual"], *rows["alternative"]})
-        if len(texts) < FEWEST_TEXTS:
-            raise too_few(len(texts))
-        return CurvatureTexts(tuple(texts), tuple(ignored or ()))
-
-    def items(self, session: Session) -> list[Item]:
-        """One for each text that has a token to ask for."""
-        tokenizer, is_masked = session.tokenizer, isinstance(session.objective, MaskedObjective)
-        make, readings = (masked_text_questions, READINGS) if is_masked else (causal_text_questions, 1)
-        longest = min(LONGEST_TEXT, longest_input(session.base_model, tokenizer))
-        ignored, hide_special = tokens_of(tokenizer, self.ignored), session.args.behaviour.lms_on_special_tokens
-        items = []
-        for number, text in enumerate(self.texts):
-            clozes = make(tokenizer, [text] * readings, longest, ignored, hide_special=hide_special)
-            if clozes:
-                items.append(Item(tuple(ClozeRow(cloze, cloze) for cloze in clozes), f"neutral text {number}"))
-        if len(items) < FEWEST_TEXTS:
-            raise too_few(len(items))
-        return items
+    def at(self, weight: int, where: slice) -> Tensor | float:
+        if self.constant is None:
+            return 1.0
+        return self.constant / (self.scaling.curvature[where] + self.scaling.damping[weight])
 
 
-def too_few(count: int) -> UserError:
-    return UserError(
-        f"scaling=curvature finds {count} neutral texts to measure it on and needs {FEWEST_TEXTS}, besides as many to "
-        "score: pass more or longer ones as eval_neutral_data, or scaling=tensor."
-    )
+def curvature_items(session: Session, config: TextPredictionConfig) -> list[Item]:
+    """One for each text of `curvature_texts` that has a token to ask for."""
+    drawn = curvature_texts(session, config)
+    longest = min(LONGEST_TEXT, longest_input(session.base_model, session.tokenizer))
+    readings = READINGS if isinstance(session.objective, MaskedObjective) else 1
+    items = []
+    for number, text in enumerate(drawn.texts):
+        clozes = [cloze for _, cloze in text_questions(session, Texts((text,) * readings, drawn.ignored), longest)]
+        if clozes:
+            items.append(Item(tuple(ClozeRow(cloze, cloze) for cloze in clozes), f"neutral text {number}"))
+    if len(items) < FEWEST_TEXTS:
+        raise too_few(len(items))
+    return items
 
 
 def mean_squares(base: BaseGradients, items: Sequence[Item]) -> Tensor:
@@ -156,7 +115,7 @@ def curvature_of(session: Session, config: TextPredictionConfig, space: Paramete
     A base model that is whole on every rank is asked by every rank for itself: a few texts, without a word exchanged
     and the same bits as in one process.
     """
-    items = CurvatureTexts.draw(session, config).items(session)
+    items = curvature_items(session, config)
     if session.spread.shards:
         reshard(session.base_model)  # who has just scored it has left some weights whole
         base = session.base_gradients(space, slices_by_rank=session.spread.inference_slices(space))
@@ -191,7 +150,9 @@ def scaling_in_place(
     name: str, session: Session, config: TextPredictionConfig, space: ParameterSpace
 ) -> Scaling | None:
     """For the base model of the session, before it is moved; all ranks call this."""
-    comm = session.comm if session.spread.shards else Comm()
+    shards = session.spread.own_shards()
+    comm = Comm() if shards is None else session.comm
     if name == "curvature":
-        return ByCurvature(curvature_of(session, config, space)[0], comm)
+        weights = space.active() if shards is None else space.weights_of_shards(shards)
+        return ByCurvature(curvature_of(session, config, space)[0], weights, comm)
     return ByTensor(comm) if name == "tensor" else None

@@ -10,8 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,19 +22,13 @@ from gradiend_dist.data.config import TextPredictionConfig
 from gradiend_dist.data.schedule import cap_per_group
 from gradiend_dist.data.table import FeatureData
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.questions import Answers, Questions
-from gradiend_dist.gradients.cloze import (
-    Cloze,
-    MaskedObjective,
-    Objective,
-    causal_text_questions,
-    masked_text_questions,
-    tokens_of,
-)
-from gradiend_dist.model.base import longest_input
+from gradiend_dist.evaluation.asker import Asker
+from gradiend_dist.evaluation.harm import TextLosses, TextScore, TextScores, losses_as_kept
+from gradiend_dist.evaluation.texts import Texts
+from gradiend_dist.gradients.cloze import Cloze, Objective
 from gradiend_dist.session import Session
 
-LONGEST_TEXT = 512
+NEUTRAL = "neutral"
 
 CLASS_COLUMNS = ("factual_class", "alternative_class")
 
@@ -89,6 +81,20 @@ def words_of(data: FeatureData, name: str) -> list[str]:
     return sorted(found)
 
 
+def scored_rows(session: Session, split: str, max_rows: int | None, given: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The pair's rows of a split, or of a given table."""
+    args, data = session.args, session.data
+    require_columns("training_like_df", given, ("masked", "factual", "alternative", *CLASS_COLUMNS))
+    rows = given
+    if rows is None:
+        rows = cap_per_group(data.rows(split), max_rows, column="feature_class_id", seed=args.data_seed)
+    rows = rows[rows[[*CLASS_COLUMNS]].isin(data.target_classes).all(axis=1)].reset_index(drop=True)
+    missing = [name for name in data.target_classes if not (rows["factual_class"] == name).any()]
+    if missing:
+        raise UserError(f"The split {split!r} has no rows of class {missing[0]!r}: pass another split.")
+    return rows
+
+
 def require_columns(name: str, frame: pd.DataFrame | None, columns: Sequence[str]) -> None:
     missing = [] if frame is None else [column for column in columns if column not in frame.columns]
     if missing:
@@ -99,98 +105,57 @@ class ModelScores:
     """The rows, words and texts that a model is scored on."""
 
     def __init__(
-        self, session: Session, config: TextPredictionConfig, rows: pd.DataFrame, texts: Sequence[str], *,
-        batch_size: int, ignored: Sequence[str],
-    ) -> None:  # fmt: skip
-        self.session, self.rows, self.texts, self.ignored = session, rows, list(texts), list(ignored)
-        self.words = Words.of(session.data, config)
-        self.on_other_class = config.decoder_eval_prob_on_other_class
-        base = session.base_gradients(session.space)
-        model: Any = session.base_model
-        self._asking: dict[str, Any] = {
-            "pad_id": base.pad_id,
-            "device": base.device,
-            "batch_size": batch_size,
-            "vocabulary": int(model.get_input_embeddings().num_embeddings),
-        }
-        self._logits_at, self._precision, self._sharded = base.logits_at, base.precision, base.is_sharded
-        self._blanks = Blanks(rows, self.words, session.objective)
-        self._at_blanks = Questions(self._blanks.clozes, **self._asking)
-        tokenizer, self.is_masked = session.tokenizer, isinstance(session.objective, MaskedObjective)
-        longest = min(LONGEST_TEXT, longest_input(model, tokenizer))
-        make = masked_text_questions if self.is_masked else causal_text_questions
-        clozes = make(
-            tokenizer, self.texts, longest, tokens_of(tokenizer, self.ignored),
-            hide_special=session.args.behaviour.lms_on_special_tokens,
-        )  # fmt: skip
-        if not clozes:
-            raise UserError(
-                f"None of the {len(self.texts)} neutral texts has a token to score the language model on: pass longer "
-                "ones as eval_neutral_data, or fewer decoder_eval_ignore_tokens."
-            )
-        self._in_texts = Questions(clozes, **self._asking)
-        self._at_blanks.prepare(self._logits_at, self._precision())
-
-    @staticmethod
-    def prepare(
+        self,
         session: Session,
         config: TextPredictionConfig,
+        rows: pd.DataFrame,
+        texts: Texts,
         *,
-        split: str,
-        max_rows: int | None,
-        max_texts: int | None,
         batch_size: int,
-        rows: pd.DataFrame | None = None,
-        neutral: pd.DataFrame | None = None,
-    ) -> ModelScores:
-        """The pair's rows of a split, and neutral texts, or, where there are none, the rows with their words."""
-        args, data = session.args, session.data
-        require_columns("training_like_df", rows, ("masked", "factual", "alternative", *CLASS_COLUMNS))
-        require_columns("neutral_df", neutral, ("text",))
-        if rows is None:
-            rows = cap_per_group(data.rows(split), max_rows, column="feature_class_id", seed=args.data_seed)
-        rows = rows[rows[[*CLASS_COLUMNS]].isin(data.target_classes).all(axis=1)].reset_index(drop=True)
-        missing = [name for name in data.target_classes if not (rows["factual_class"] == name).any()]
-        if missing:
-            raise UserError(f"The split {split!r} has no rows of class {missing[0]!r}: pass another split.")
-        neutral = data.neutral if neutral is None else neutral
-        ignored = config.decoder_eval_ignore_tokens
-        if neutral is not None and len(neutral):
-            if max_texts is not None:
-                neutral = neutral.sample(n=min(len(neutral), max_texts), random_state=args.data_seed)
-            texts = neutral["text"].astype(str).tolist()
-        else:
-            # Not the first ones, which are all of one class.
-            some = rows if max_texts is None else rows.sample(n=min(len(rows), max_texts), random_state=args.data_seed)
-            filled = zip(some["masked"], some["factual"], strict=True)
-            texts = [text.replace(args.mask_placeholder, word) for text, word in filled]
-            if ignored is None:  # these texts are about the feature: its own words do not count
-                ignored = sorted({*rows["factual"], *rows["alternative"]})
-        return ModelScores(session, config, rows, texts, batch_size=batch_size, ignored=ignored or [])
+        neutral_blanks: Sequence[str] = (),
+        by_search: bool = False,
+    ) -> None:
+        self.session, self.rows, self.texts = session, rows, texts
+        self.words = Words.of(session.data, config)
+        self.on_other_class = config.decoder_eval_prob_on_other_class
+        self.neutral_blanks = tuple(neutral_blanks)
+        self.asker = Asker(session, batch_size)
+        self._blanks = Blanks(rows, self.words, session.objective, self.neutral_blanks)
+        self._at_blanks = self.asker.questions(self._blanks.clozes)
+        self._in_texts = TextScores(self.asker, texts, by_search=by_search)
+        self.asker.prepare(self._at_blanks)
 
-    def measure(self) -> dict[str, Any]:
-        """The scores of the base model as it is now, with the names of the reference."""
-        comm = self.session.comm if self._sharded else None
-        asked: dict[str, Any] = {"precision": self._precision(), "comm": comm}
-        at_blanks = self._at_blanks.ask(self._logits_at, **asked)
-        asked["precision"] = self._precision()
-        in_texts = self._in_texts.ask(self._logits_at, predict=self.is_masked, **asked)
-        table = self._blanks.probabilities(self._at_blanks.sums(at_blanks.log_probability))
+    def measure_base(self) -> dict[str, Any]:
+        """The scores of the base model, and its losses text by text, which those of rewritten ones are compared to."""
+        in_texts = self._in_texts.measure()
+        return {**self._entry(in_texts), "text_losses": losses_as_kept(in_texts.losses)}
+
+    def measure(self, base: TextLosses, limit: float | None = None) -> dict[str, Any]:
+        """The scores of the model as it is now, with the names of the reference.
+
+        One that is found to be harmful above `limit` has its harm alone.
+        """
+        in_texts = self._in_texts.measure(base, limit)
+        assert in_texts.harm is not None
+        harm = in_texts.harm.fields()
+        return harm if in_texts.lms is None else {**self._entry(in_texts), **harm}
+
+    def _entry(self, in_texts: TextScore) -> dict[str, Any]:
+        answers = self.asker.ask(self._at_blanks)
+        table = self._blanks.probabilities(self._at_blanks.sums(answers.log_probability))
         by_dataset = self._blanks.means(table)
         return {
             **self._selected(by_dataset),
-            "lms": self._language_model_score(in_texts),
+            "lms": in_texts.lms,
             "_probs_by_dataset_grouping": "factual_id",
             "probs_by_dataset": by_dataset,
         }
 
     def row_table(self) -> pd.DataFrame:
         """Row by row: the probabilities of the factual and the alternative word, with the columns of the reference."""
-        comm = self.session.comm if self._sharded else None
         clozes = Blanks(self.rows, Words({}), self.session.objective)
-        questions = Questions(clozes.clozes, **self._asking)
-        answers = questions.ask(self._logits_at, precision=self._precision(), comm=comm)
-        table = clozes.probabilities(questions.sums(answers.log_probability))
+        questions = self.asker.questions(clozes.clozes)
+        table = clozes.probabilities(questions.sums(self.asker.ask(questions).log_probability))
         rows = self.rows
         return pd.DataFrame(
             {
@@ -213,19 +178,15 @@ class ModelScores:
         other = {first: by_dataset[second][first], second: by_dataset[first][second]}
         return {"probs": other if self.on_other_class else dict(own), "probs_factual": own}
 
-    def _language_model_score(self, answers: Answers) -> dict[str, float]:
-        if self.is_masked:
-            return masked_score(self.session.tokenizer, self._in_texts.labels, answers.predicted)
-        return causal_score(answers.log_probability)
-
 
 class Blanks:
     """The rows' blanks and what is asked at them."""
 
-    def __init__(self, rows: pd.DataFrame, words: Words, objective: Objective) -> None:
-        self.dataset = rows["factual_class"].tolist()
+    def __init__(self, rows: pd.DataFrame, words: Words, objective: Objective, neutral: Sequence[str] = ()) -> None:
+        """`neutral` blanks, which are of no class, come after the rows."""
+        self.dataset = [*rows["factual_class"], *([NEUTRAL] * len(neutral))]
         self.words = words
-        self.other = rows["alternative_class"].tolist()
+        self.other = [*rows["alternative_class"], *([NEUTRAL] * len(neutral))]
         self.clozes: list[Cloze] = []
         where: list[tuple[int, int]] = []
         seen: dict[str, list[list[Cloze]]] = {}
@@ -239,6 +200,11 @@ class Blanks:
                     seen[template] = [spellings(objective, template, group) for group in words.by_class.values()]
                 asked = seen[template]
             for column, clozes in enumerate(asked):
+                self.clozes += clozes
+                where += [(row, column)] * len(clozes)
+        for row, template in enumerate(neutral, start=len(rows)):
+            for column, group in enumerate(words.by_class.values()):
+                clozes = spellings(objective, template, group)
                 self.clozes += clozes
                 where += [(row, column)] * len(clozes)
         self._row, self._column = np.array(where).T
@@ -281,41 +247,3 @@ def spellings(objective: Objective, template: str, words: Sequence[str]) -> list
         single = [cloze for cloze in clozes if len(cloze.labels) == 1]
         found.update(dict.fromkeys(single or clozes[:1]))
     return list(found)
-
-
-def masked_score(tokenizer: Any, labels: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Tokens are compared as text, whatever their case; precision, recall and F1 weigh each by its frequency."""
-
-    @functools.cache
-    def text(token: int) -> str:
-        return str(tokenizer.decode([token], skip_special_tokens=True)).lower()
-
-    true, found = ([text(int(token)) for token in tokens] for tokens in (labels, predicted))
-    counts = pd.DataFrame({"true": true, "found": found})
-    hits = counts.loc[counts["true"] == counts["found"], "true"].value_counts()
-    support, chosen = counts["true"].value_counts(), counts["found"].value_counts()
-    hit = hits.reindex(support.index).fillna(0.0)
-    precision = (hit / chosen.reindex(support.index)).fillna(0.0)
-    recall = hit / support
-    f1 = (2 * precision * recall / (precision + recall)).fillna(0.0)
-    share = support / len(counts)
-    accuracy = float(hits.sum() / len(counts))
-    weighted = {"precision": precision, "recall": recall, "f1": f1}
-    return {
-        "accuracy": accuracy,
-        **{name: float((value * share).sum()) for name, value in weighted.items()},
-        "lms": accuracy,
-    }
-
-
-def causal_score(log_probability: npt.NDArray[np.float64]) -> dict[str, float]:
-    """0 for a model that is broken beyond any likelihood; `total_log_likelihood` is negated, as in the reference."""
-    total = -float(log_probability.sum())
-    mean = total / len(log_probability)
-    broken = not math.isfinite(mean) or mean > 700.0
-    return {
-        "lms": 0.0 if broken else 1.0 / (1.0 + mean),
-        "perplexity": math.inf if broken else math.exp(mean),
-        "total_log_likelihood": math.inf if broken else total,
-        "total_tokens": len(log_probability),
-    }

@@ -1,142 +1,151 @@
-"""rewrite_base_model of a trainer: at which point, and the changed model in memory or on disk."""
+"""rewrite_base_model of a trainer: by which step, and the changed model in memory or on disk."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from gradiend_dist.config.checks import require, require_choice
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.balance import BALANCE
 from gradiend_dist.evaluation.curvature import ByCurvature, scaling_in_place, whole_curvature
+from gradiend_dist.evaluation.decoder_evaluation import DecoderEvaluation
+from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.evaluation.selection import BASE, WEAKEN
+from gradiend_dist.evaluation.trained_run import TrainedRun
 from gradiend_dist.model.base import load_base_model
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.rewriting.card import Change, as_dtype, save_rewritten
-from gradiend_dist.rewriting.move import (
-    SCALINGS,
-    ByTensor,
-    Scaling,
-    Vectors,
-    VectorsInFile,
-    VectorsInMemory,
-    check_direction,
-    rewrite,
-)
+from gradiend_dist.rewriting.delta import Delta, load_delta, save_delta
+from gradiend_dist.rewriting.move import ByTensor, Scaling, Vectors, VectorsInFile, VectorsInMemory, rewrite
+from gradiend_dist.rewriting.step import SCALINGS, Step
+from gradiend_dist.space import Weight
 from gradiend_dist.storage.layout import WEIGHTS
 from gradiend_dist.storage.model_dir import load_gradiend, open_gradiend
-
-if TYPE_CHECKING:
-    from gradiend_dist.trainer import TextPredictionTrainer
 
 
 @dataclass(frozen=True)
 class Target:
     """Where to move the base model, why, and what that was measured to do."""
 
-    learning_rate: float
-    feature_factor: float
-    part: str
-    scaling: str
+    step: Step
     purpose: str | None
     effect: tuple[tuple[str, float, float], ...] = ()
 
 
-def chosen_point(
-    trainer: TextPredictionTrainer,
-    results: dict[str, Any] | None,
-    name: str | None,
-    strengthen: bool,
-    learning_rate: float | None,
-    feature_factor: float | None,
-    part: str | None,
-    scaling: str | None,
-) -> Target:
-    """The given point, or the one that an evaluation has selected for a class."""
-    require_choice("scaling", scaling or "plain", SCALINGS)
-    if name is not None:
-        trainer.classes_asked_for(name)
-    purpose = None if name is None else f"{name} {'strengthened' if strengthen else 'weakened'}"
-    if learning_rate is not None:
-        given = (learning_rate, feature_factor, part or "decoder", scaling or "plain", purpose)
-        return _given_point(trainer, name, strengthen, *given)
-    require(feature_factor is None, f"feature_factor={feature_factor} needs a learning_rate: pass both, or neither.")
-    assert name is not None, "a point is selected for a class"
+@dataclass(frozen=True, kw_only=True)
+class RewriteRequest:
+    """Which change is asked for: that of a class, or a given step."""
+
+    target_class: str | None = None
+    strengthen: bool = True
+    learning_rate: float | None = None
+    feature_factor: float | None = None
+    part: str | None = None
+    scaling: str | None = None
+    force: bool = False
+    """Also where an evaluation says that the change is not worth having."""
+
+    @property
+    def purpose(self) -> str | None:
+        if self.target_class in (None, BALANCE):
+            return None if self.target_class is None else "both classes balanced"
+        return f"{self.target_class} {'strengthened' if self.strengthen else 'weakened'}"
+
+
+def chosen_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, Any] | None) -> Target:
+    """The given step, or the one that an evaluation has selected. All ranks call this."""
+    require_choice("scaling", asked.scaling or "plain", SCALINGS)
+    name = asked.target_class
+    if name not in (None, BALANCE):
+        run.classes_asked_for(name)
+    if asked.learning_rate is not None:
+        return Target(_given_step(run, asked), asked.purpose if asked.part in (None, "decoder") else None)
+    require(
+        asked.feature_factor is None,
+        f"feature_factor={asked.feature_factor} needs a learning_rate: pass both, or neither.",
+    )
+    assert name is not None, "a step is selected for a class"
     if results is None:
-        results = trainer.evaluate_decoder(
-            target_class=name,
-            increase_target_probabilities=strengthen,
-            use_cache=True,
-            part=part or "decoder",
-            scaling=scaling or "plain",
-        )
-    metric = name if strengthen else f"{name}{WEAKEN}"
+        request = DecoderRequest(
+            target_class=name, increase_target_probabilities=asked.strengthen, use_cache=True,
+            part=asked.part or "decoder", scaling=asked.scaling,
+        )  # fmt: skip
+        results = DecoderEvaluation(run, request).results()
+    metric = name if asked.strengthen or name == BALANCE else f"{name}{WEAKEN}"
     if metric not in results:
-        found = ", ".join(key for key in results if key not in ("grid", "plot_path"))
+        found = ", ".join(key for key, entry in results.items() if isinstance(entry, dict) and "learning_rate" in entry)
         raise UserError(
             f"decoder_results have {found or 'no summary'} and not {metric!r}: pass those of "
-            f"evaluate_decoder(increase_target_probabilities={strengthen})."
+            f"evaluate_decoder(increase_target_probabilities={asked.strengthen})."
         )
+    return _selected_target(run, asked, results, metric)
+
+
+def _selected_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, Any], metric: str) -> Target:
     chosen = results[metric]
-    scored, scaled = chosen.get("part", "decoder"), chosen.get("scaling", "plain")
-    for argument, value, known in (("part", part, scored), ("scaling", scaling, scaled)):
+    step = Step(
+        chosen["learning_rate"], chosen["feature_factor"], chosen.get("part", "decoder"), chosen.get("scaling", "plain")
+    )
+    for argument, value, known in (("part", asked.part, step.part), ("scaling", asked.scaling, step.scaling)):
         require(
             value in (None, known),
             f"{argument}={value} is not what decoder_results are about, which is {known}: leave it out.",
         )
-    point = chosen["feature_factor"], chosen["learning_rate"]
-    grid = results.get("grid", {})
-    effect = _effect(trainer, grid[BASE], grid[point]) if BASE in grid and point in grid else ()
-    return Target(chosen["learning_rate"], chosen["feature_factor"], scored, scaled, purpose, effect)
+    refusal = chosen.get("refusal")
+    if refusal is not None and run.args.compat is None:
+        require(step.learning_rate != 0.0, f"Nothing is rewritten: {refusal}.")
+        require(asked.force, f"Nothing is rewritten: {refusal}. Pass force to take it all the same.")
+    point, grid = (step.feature_factor, step.learning_rate), results.get("grid", {})
+    effect = _effect(run, grid[BASE], grid[point], chosen) if BASE in grid and point in grid else ()
+    return Target(step, asked.purpose, effect)
 
 
-def _given_point(
-    trainer: TextPredictionTrainer,
-    name: str | None,
-    strengthen: bool,
-    learning_rate: float,
-    feature_factor: float | None,
-    part: str,
-    scaling: str,
-    purpose: str | None,
-) -> Target:
+def _given_step(run: TrainedRun, asked: RewriteRequest) -> Step:
+    rate, factor, part, scaling = asked.learning_rate, asked.feature_factor, asked.part or "decoder", asked.scaling
+    assert rate is not None
     if part != "decoder":
-        require(
-            feature_factor is None, f"feature_factor has no effect on part={part}, which is one vector: leave it out."
-        )
-        return Target(learning_rate, 1.0, part, scaling, None)  # which class it strengthens was not measured
+        require(factor is None, f"feature_factor has no effect on part={part}, which is one vector: leave it out.")
+        return Step(rate, 1.0, part, scaling or "plain")  # which class it strengthens was not measured
+    name = asked.target_class
+    require(name != BALANCE, f"target_class={BALANCE} finds its learning_rate by search: leave it out.")
     if name is None:
-        assert feature_factor is not None, "the caller has asked for one of them"
-        return Target(learning_rate, feature_factor, part, scaling, None)
-    factors = trainer.strengthening_factors()
-    pushed = name if strengthen else next(other for other in trainer.target_classes if other != name)
-    factor = factors[pushed] if feature_factor is None else feature_factor
+        assert factor is not None, "the caller has asked for one of them"
+        return Step(rate, factor, part, scaling or "plain")
+    factors = run.strengthening_factors()
+    pushed = name if asked.strengthen else next(other for other in run.target_classes if other != name)
+    factor = factors[pushed] if factor is None else factor
     require(
-        factor * learning_rate * factors[pushed] > 0,
-        f"feature_factor={factor} with learning_rate={learning_rate} does not make {purpose}: change a sign, or leave "
+        factor * rate * factors[pushed] > 0,
+        f"feature_factor={factor} with learning_rate={rate} does not make {asked.purpose}: change a sign, or leave "
         "target_class out.",
     )
-    return Target(learning_rate, factor, part, scaling, purpose)
+    return Step(rate, factor, part, scaling or "plain")
 
 
 def _effect(
-    trainer: TextPredictionTrainer, before: dict[str, Any], after: dict[str, Any]
+    run: TrainedRun, before: dict[str, Any], after: dict[str, Any], chosen: dict[str, Any]
 ) -> tuple[tuple[str, float, float], ...]:
     rows = []
-    for dataset in trainer.target_classes:
-        for name in trainer.target_classes:
+    for dataset in run.target_classes:
+        for name in run.target_classes:
             what = f"P({name}) at blanks of {dataset}"
             rows.append((what, *(entry["probs_by_dataset"][dataset][name] for entry in (before, after))))
     rows.append(("language-model score", before["lms"]["lms"], after["lms"]["lms"]))
+    for name, what in (("held_out", "other neutral texts"), ("second", "the second neutral texts")):
+        if name in chosen:
+            rows.append((f"perplexity on {what}, relative", 1.0, 1.0 + chosen[name]["harm"]))
     return tuple(rows)
 
 
 def rewritten_model(
-    trainer: TextPredictionTrainer,
+    run: TrainedRun,
     target: Target,
     output_dir: str | Path | None,
     *,
@@ -144,43 +153,75 @@ def rewritten_model(
     max_shard_size: str | int,
 ) -> nn.Module | None:
     """A changed copy of the trainer's base model, or, with `output_dir`, of what is on disk, saved there by rank 0."""
-    comm, saved_at = trainer.comm, trainer.saved_at()
+    comm, saved_at = run.comm, run.saved_at()
     if output_dir is None:
-        return _changed_in_memory(trainer, target, dtype)
+        return _changed_in_memory(run, target, dtype)
     if saved_at is None:
-        model = trainer.get_model()
-        change = _change_of(model, target, run=None)
-        changed = _changed_in_memory(trainer, target, dtype)
+        model = run.get_model()
+        change = _change_of(model, target, None)
+        changed = _changed_in_memory(run, target, dtype)
         comm.first(
             f"saving {output_dir}",
             lambda: _save(changed, model.tokenizer, output_dir, change, max_shard_size),
         )
         return changed
     kept: list[nn.Module] = []
-    curvature = _whole_curvature(trainer, target)
+    curvature = _whole_curvature(run, target)
 
     def work() -> None:
         """On the host, in the dtype of the files: what is not moved stays as it is, to the byte."""
-        gradiend, vectors = _whole_vectors(trainer, saved_at)
-        check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
-        base_model, tokenizer = load_base_model(
-            trainer.base_model_name, torch_dtype="auto", trust_remote_code=trainer.args.trust_remote_code
-        )
-        model = ModelWithGradiend(base_model, gradiend, tokenizer)
-        scaling = ByTensor() if target.scaling == "tensor" else None if curvature is None else ByCurvature(curvature)
-        _move(base_model, model, vectors, target, scaling)
-        base_model = _converted(base_model, dtype)
-        change = _change_of(model, target, run=str(saved_at))
-        _save(base_model, tokenizer, output_dir, change, max_shard_size)
-        kept.append(base_model)
+        model, vectors = _from_files(run, saved_at)
+        target.step.check(model.gradiend)
+        weights = model.gradiend.space.active()
+        rewrite(model.base_model, weights, vectors, target.step, _scaling_of(target, curvature, weights))
+        changed = _converted(model.base_model, dtype)
+        _save(changed, model.tokenizer, output_dir, _change_of(model, target, str(saved_at)), max_shard_size)
+        kept.append(changed)
 
-    comm.first(f"rewriting {trainer.base_model_name}", work)
+    comm.first(f"rewriting {run.base_model_name}", work)
     return kept[0] if kept else None
 
 
-def _whole_vectors(trainer: TextPredictionTrainer, saved_at: Path) -> tuple[ParamMappedGradiendModel, Vectors]:
+def saved_delta(run: TrainedRun, target: Target, output_dir: str | Path) -> Delta | None:
+    """The change alone, written by rank 0, which returns it. All ranks call this."""
+    comm, saved_at = run.comm, run.saved_at()
+    if saved_at is None and (run.session.spread.shards or not run.get_model().gradiend.slices.is_whole):
+        raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
+    curvature = _whole_curvature(run, target)
+
+    def work() -> None:
+        model, vectors = _in_memory(run.get_model()) if saved_at is None else _from_files(run, saved_at)
+        target.step.check(model.gradiend)
+        weights, origin = model.gradiend.space.active(), None if saved_at is None else str(saved_at)
+        scaling = _scaling_of(target, curvature, weights)
+        save_delta(output_dir, model.base_model, weights, vectors, _change_of(model, target, origin), scaling)
+
+    comm.first(f"writing {output_dir}", work)
+    return load_delta(output_dir) if comm.is_first else None
+
+
+def _in_memory(model: ModelWithGradiend) -> tuple[ModelWithGradiend, Vectors]:
+    return model, VectorsInMemory(model.gradiend)
+
+
+def _from_files(run: TrainedRun, saved_at: Path) -> tuple[ModelWithGradiend, Vectors]:
+    """The base model as it is on disk, under the trained model."""
+    gradiend, vectors = _whole_vectors(run, saved_at)
+    base_model, tokenizer = load_base_model(
+        run.base_model_name, torch_dtype="auto", trust_remote_code=run.args.trust_remote_code
+    )
+    return ModelWithGradiend(base_model, gradiend, tokenizer), vectors
+
+
+def _scaling_of(target: Target, curvature: Tensor | None, weights: Sequence[Weight]) -> Scaling | None:
+    if curvature is not None:
+        return ByCurvature(curvature, weights)
+    return ByTensor() if target.step.scaling == "tensor" else None
+
+
+def _whole_vectors(run: TrainedRun, saved_at: Path) -> tuple[ParamMappedGradiendModel, Vectors]:
     """From the model in memory where it is whole; else read from its file as they are wanted."""
-    loaded = trainer._trained
+    loaded = run.loaded_model
     if loaded is not None and loaded.gradiend.slices.is_whole:
         return loaded.gradiend, VectorsInMemory(loaded.gradiend)
     if (saved_at / WEIGHTS).is_file():
@@ -190,20 +231,20 @@ def _whole_vectors(trainer: TextPredictionTrainer, saved_at: Path) -> tuple[Para
     return gradiend, VectorsInMemory(gradiend)
 
 
-def _changed_in_memory(trainer: TextPredictionTrainer, target: Target, dtype: str | None) -> nn.Module:
-    session, model = trainer.session, trainer.get_model()
+def _changed_in_memory(run: TrainedRun, target: Target, dtype: str | None) -> nn.Module:
+    session, model = run.session, run.get_model()
     if session.spread.shards:
         raise UserError("The base model is in shards, and no rank has all of it: save the model, and pass output_dir.")
-    gradiend, saved_at = model.gradiend, trainer.saved_at()
-    check_direction(target.feature_factor, target.part, latent_dim=gradiend.latent_dim, bias=gradiend.bias_decoder)
+    gradiend, saved_at = model.gradiend, run.saved_at()
+    target.step.check(gradiend)
     vectors: Vectors = VectorsInMemory(gradiend)
     if not gradiend.slices.is_whole:
         if saved_at is None:
             raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
         vectors = VectorsInFile(saved_at / WEIGHTS, gradiend)
     changed = copy.deepcopy(session.base_model)
-    scaling = scaling_in_place(target.scaling, session, trainer.config, gradiend.space)
-    _move(changed, model, vectors, target, scaling)
+    scaling = scaling_in_place(target.step.scaling, session, run.config, gradiend.space)
+    rewrite(changed, gradiend.space.active(), vectors, target.step, scaling)
     return _converted(changed, dtype)
 
 
@@ -213,23 +254,15 @@ def _converted(changed: nn.Module, dtype: str | None) -> nn.Module:
     return changed if wanted is None else changed.to(wanted)
 
 
-def _whole_curvature(trainer: TextPredictionTrainer, target: Target) -> Tensor | None:
+def _whole_curvature(run: TrainedRun, target: Target) -> Tensor | None:
     """As the grid has measured it, in the precision of the evaluation; on rank 0, which moves the files' weights."""
-    if target.scaling != "curvature":
+    if target.step.scaling != "curvature":
         return None
-    return whole_curvature(trainer.session, trainer.config, trainer.get_model().gradiend.space)
+    return whole_curvature(run.session, run.config, run.get_model().gradiend.space)
 
 
-def _move(
-    base_model: nn.Module, model: ModelWithGradiend, vectors: Vectors, target: Target, scaling: Scaling | None
-) -> None:
-    weights = model.gradiend.space.active()
-    rewrite(base_model, weights, vectors, target.learning_rate, target.feature_factor, target.part, scaling)
-
-
-def _change_of(model: ModelWithGradiend, target: Target, run: str | None) -> Change:
-    facts: dict[str, Any] = {"scaling": target.scaling, "purpose": target.purpose, "effect": target.effect}
-    return model.change(target.learning_rate, target.feature_factor, target.part, run=run, **facts)
+def _change_of(model: ModelWithGradiend, target: Target, origin: str | None) -> Change:
+    return model.change(target.step, run=origin, purpose=target.purpose, effect=target.effect)
 
 
 def _save(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gradiend_dist.config.checks import require
 from gradiend_dist.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 BASE = "base"
 
@@ -150,7 +153,29 @@ def summarize(
             "lms": chosen.lms,
             "base_lms": base.base_lms,
         }
+        if isinstance(selector, LMSThresholdPolicy) and chosen.lms < selector.ratio * base.base_lms:
+            why = (
+                f"no point of the grid for {metric} keeps {selector.ratio:g} of the language-model score: the smallest "
+                f"step, {chosen.learning_rate:g}, leaves {chosen.lms:.4g} of {base.base_lms:.4g}; pass smaller lrs, or "
+                "none for a search"
+            )
+            logger.warning("%s", why)
+            summary[metric]["refusal"] = why
     return summary
+
+
+def tell_edges(summary: Mapping[str, Mapping[str, Any]], rates: Sequence[float]) -> None:
+    """Say where the best point is the last of a grid: a better one may lie beyond it."""
+    edges = {min(rates): "smallest", max(rates): "largest"} if len(rates) > 1 else {}
+    for metric, entry in summary.items():
+        where = edges.get(entry["learning_rate"])
+        if where is not None and "refusal" not in entry:
+            logger.warning(
+                "the best point for %s is at the %s learning rate of the grid, %g: a better one may lie beyond it",
+                metric,
+                where,
+                entry["learning_rate"],
+            )
 
 
 def pushes(feature_factor: float, metric: str, factors: Mapping[str, float]) -> bool:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.devices import to_device
 from gradiend_dist.gradients.buckets import Buckets, Deliver, Destination, Direct, Reduced
 from gradiend_dist.gradients.cloze import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
 from gradiend_dist.gradients.collector import GradientCollector
@@ -196,11 +197,11 @@ class BaseGradients:
     def _loss(self, log_probability: Tensor, rows: tuple[ClozeRow, ...], item: Item, side: str) -> Tensor:
         """Mean cross-entropy over all places of the item (or, per row, over its rows)."""
         clozes: list[Cloze] = [getattr(row, side) for row in rows]
-        labels = torch.tensor([label for cloze in clozes for label in cloze.labels], device=self.device)
+        labels = to_device([label for cloze in clozes for label in cloze.labels], self.device)
         picked = -log_probability[torch.arange(len(labels), device=self.device), labels]
         if item.per_row_mean:
             weights = [1.0 / (len(c.labels) * len(item.rows)) for c in clozes for _ in c.labels]
-            return (picked * torch.tensor(weights, device=self.device)).sum()
+            return (picked * to_device(weights, self.device)).sum()
         total = sum(len(getattr(row, side).labels) for row in item.rows)
         return picked.sum() / total
 

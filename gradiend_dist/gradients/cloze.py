@@ -7,6 +7,7 @@ A row has two, for its factual and its alternative word. Where both have the sam
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gradiend_dist.distributed.interrupt import stop_if_told
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.base import built_causal, is_causal, longest_input
 from gradiend_dist.space import backbone_module
@@ -240,9 +242,13 @@ class LogitsAt:
         self.model = model
         self.backbone = backbone_module(model)
         self._narrow: bool | None = False if self.backbone is model else None
+        # Nothing is generated: a cache of keys and values costs memory, and a wait for a GPU in every layer.
+        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._options = {"use_cache": False} if takes_cache else {}
 
     def __call__(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
         """Logits [places, vocabulary] of the wanted places; `parameters` stand in for the model's own of that name."""
+        stop_if_told()  # whatever takes long asks the base model
         self.prepare(batch)
         if self._narrow:
             return self._forward_narrow(batch, parameters)
@@ -254,7 +260,7 @@ class LogitsAt:
             self._narrow = self.check(batch)
 
     def _forward(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **self._options}
         output = self.model(**inputs) if parameters is None else functional_call(self.model, parameters, (), inputs)
         logits: Tensor = output.logits
         return logits
@@ -280,6 +286,8 @@ class LogitsAt:
         full = self._forward(batch)[batch.rows, batch.positions]
         try:
             narrow = self._forward_narrow(batch)
+        except torch.OutOfMemoryError:
+            raise  # it says nothing of the head, and what follows would need more
         except (RuntimeError, IndexError, ValueError, AttributeError):
             return False  # a head that wants the whole sequence: it gets it
         if narrow.shape != full.shape:
@@ -306,10 +314,11 @@ def tokens_of(tokenizer: Any, words: Sequence[str]) -> set[int]:
 
 def masked_text_questions(
     tokenizer: Any, texts: Sequence[str], max_length: int, ignored: set[int], *, hide_special: bool
-) -> list[Cloze]:
-    """Each text with some of its tokens hidden, the same ones for every model; `hide_special` as the reference does."""
+) -> list[tuple[int, Cloze]]:
+    """(number of the text, the text with some of its tokens hidden), the same ones for every model; texts with nothing
+    to ask for are left out. `hide_special` as the reference does."""
     rng, found = random.Random(HIDDEN_SEED), []
-    for text in texts:
+    for number, text in enumerate(texts):
         encoded = tokenizer(text, truncation=True, max_length=max_length, return_special_tokens_mask=True)
         ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
         places = [place for place in range(len(ids)) if hide_special or not special[place]]
@@ -321,19 +330,19 @@ def masked_text_questions(
             read[place] = tokenizer.mask_token_id
         counted = [place for place in hidden if ids[place] not in ignored]
         if counted:
-            found.append(Cloze(tuple(read), tuple(counted), tuple(ids[place] for place in counted)))
+            found.append((number, Cloze(tuple(read), tuple(counted), tuple(ids[place] for place in counted))))
     return found
 
 
 def causal_text_questions(
     tokenizer: Any, texts: Sequence[str], max_length: int, ignored: set[int], *, hide_special: bool
-) -> list[Cloze]:
-    """Every token of each text after its first, read from those before it."""
+) -> list[tuple[int, Cloze]]:
+    """(number of the text, every token of it after its first), read from those before it."""
     left_out = ignored if hide_special else ignored | set(tokenizer.all_special_ids)
     found = []
-    for text in texts:
+    for number, text in enumerate(texts):
         ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
         places = [place for place in range(len(ids) - 1) if ids[place + 1] not in left_out]
         if places:
-            found.append(Cloze(tuple(ids), tuple(places), tuple(ids[place + 1] for place in places)))
+            found.append((number, Cloze(tuple(ids), tuple(places), tuple(ids[place + 1] for place in places))))
     return found

@@ -42,6 +42,12 @@ class GradientCollector:
             [(module, *mine[id(module.weight)]) for module in modules if id(module.weight) in mine and not is_sharded]
             for modules in (plain_embeddings(model), output_layers(model))
         )
+        # Once: how many there are depends on values, which the host would wait for.
+        self._rows_of_heads = {
+            weight.name: (indices // weight.shape[-1]).unique_consecutive()
+            for _, weight, indices in self._heads
+            if indices is not None
+        }
         self._contributions: dict[str, int] = {}
         self._destination: Destination = Direct({}, [])
         self._scale = 1.0
@@ -106,13 +112,13 @@ class GradientCollector:
 
         def cut(module: nn.Embedding, args: tuple[Tensor], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
             ids = next(iter((*args, *kwargs.values())))
-            rows, places = ids.reshape(-1).unique(return_inverse=True)
+            rows, places = looked_up_rows(ids.reshape(-1))
 
             def collect(looked_up: Tensor) -> None:
                 gradient = take_gradient(looked_up).float().reshape(len(places), -1)
                 by_row = torch.ops.aten.embedding_dense_backward(gradient, places, len(rows), -1, False)
                 if module.padding_idx is not None:
-                    by_row[rows == module.padding_idx] = 0.0
+                    by_row.masked_fill_((rows == module.padding_idx).unsqueeze(1), 0.0)
                 self._add_rows(weight, indices, rows, by_row)
                 self._destination.done(weight)
 
@@ -153,20 +159,19 @@ class GradientCollector:
                 torch.mul(entries, factor / self._scale, out=place)
 
     def _add_rows(self, weight: Weight, indices: Tensor | None, rows: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of these rows (each of them once) of a matrix."""
+        """Add the gradient of these rows of a matrix."""
         shape, places, entries = weight.shape, rows, gradient
         if indices is not None:
             shape = (weight.num_selected,)
-            places, row, column = entries_of_rows(indices, rows, width=weight.shape[-1])
-            entries = gradient[row, column]
+            places, entries = selected_of_rows(indices, rows, gradient)
         for place, _, factor in self._destination.ranges(weight, as_zeros=True):
             place.view(shape).index_add_(0, places, entries, alpha=factor / self._scale)
 
     def _add_product(self, weight: Weight, indices: Tensor | None, a: Tensor, b: Tensor) -> None:
         """Add a^T b, a matrix of the weight's shape."""
         if indices is not None:
-            width = weight.shape[-1]
-            rows, row = (indices // width).unique_consecutive(return_inverse=True)
+            width, rows = weight.shape[-1], self._rows_of_heads[weight.name]
+            row = torch.searchsorted(rows, indices // width)
             self._add(weight, (a[:, rows].T @ b)[row, indices % width])
             return
         for place, kept, factor in self._destination.ranges(weight):
@@ -200,10 +205,29 @@ def output_layers(model: nn.Module) -> list[nn.Linear]:
     return [module for module in model.modules() if type(module) is nn.Linear and id(module) not in below]
 
 
-def entries_of_rows(indices: Tensor, rows: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which of the flat `indices` (ascending) lie in `rows` of a matrix: their places, number of the row, column."""
-    starts, stops = (torch.searchsorted(indices, edges * width) for edges in (rows, rows + 1))
-    lengths = stops - starts
-    row = torch.repeat_interleave(lengths)
-    places = torch.arange(len(row), device=rows.device) + (stops - lengths.cumsum(0))[row]
-    return places, row, indices[places] - rows[row] * width
+def looked_up_rows(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that are looked up, each of them once, and for each id the place of its row among them.
+
+    There are as many rows as ids, the last of them 0 and without an id: a GPU would have to tell the host how many
+    `unique` finds, and the host would wait for all that it has asked the GPU to do.
+    """
+    ordered, order = ids.sort(stable=True)
+    number = (ordered != ordered.roll(1)).cumsum(0)
+    number = number - number[:1]
+    rows = torch.zeros_like(ids).scatter_(0, number, ordered)
+    return rows, torch.empty_like(ids).scatter_(0, order, number)
+
+
+def selected_of_rows(indices: Tensor, rows: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of these rows at the flat `indices` (ascending) alone: places among the indices, entries.
+
+    Of fixed size, for the same reason: as many as the rows have, where an index is missing a zero for another place.
+    """
+    start, width = rows.unsqueeze(1) * gradient.shape[1], gradient.shape[1]
+    places = torch.searchsorted(indices, start) + torch.arange(width, device=rows.device)
+    there = places < len(indices)
+    places.clamp_(max=len(indices) - 1)
+    column = indices[places] - start
+    there &= column < width
+    entries = gradient.gather(1, column.clamp_(0, width - 1)).masked_fill_(~there, 0.0)
+    return places.reshape(-1), entries.reshape(-1)

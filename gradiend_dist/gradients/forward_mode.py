@@ -8,6 +8,7 @@ reverse mode takes a pass for each row. Costs one copy of We in the shape of the
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -16,12 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradiend_dist.distributed.devices import to_device
 from gradiend_dist.gradients.base import LOSS_WEIGHTS, BaseGradients
 from gradiend_dist.gradients.cloze import Cloze, ClozeBatch
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.model.gradiend import GradiendModel
 
 logger = logging.getLogger(__name__)
+
+# Forward mode has one level for the whole process, and the choice of attention kernels is the process's as well.
+_only_level = threading.Lock()
 
 
 @torch.no_grad()
@@ -58,7 +63,7 @@ def _loss_derivatives(
     """Derivative of each row's mean cross-entropy along `direction`, for each set of questions on the same input."""
     batch = ClozeBatch.of(read, base.pad_id, base.device)
     # Fused attention kernels have no forward mode; the plain one does.
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), base.precision():
+    with _only_level, forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), base.precision():
         logits = base.logits_at(batch, parameters=_moving_weights(base, direction))
         log_probability = F.log_softmax(logits.float(), dim=-1)
         tangent = forward_ad.unpack_dual(log_probability).tangent
@@ -80,7 +85,7 @@ def _moving_weights(base: BaseGradients, direction: Tensor) -> dict[str, Tensor]
 
 
 def _row_means(values: Tensor, clozes: list[Cloze], rows: Tensor) -> Tensor:
-    labels = torch.tensor([label for cloze in clozes for label in cloze.labels], device=values.device)
+    labels = to_device([label for cloze in clozes for label in cloze.labels], values.device)
     picked = values[torch.arange(len(labels), device=values.device), labels]
-    counts = torch.tensor([len(cloze.labels) for cloze in clozes], device=values.device)
+    counts = to_device([len(cloze.labels) for cloze in clozes], values.device)
     return torch.zeros(len(clozes), device=values.device).index_add_(0, rows, picked) / counts

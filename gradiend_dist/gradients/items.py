@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from gradiend_dist.distributed.interrupt import stop_if_told
 from gradiend_dist.gradients.cloze import ClozeRow, Objective
 
 
@@ -46,6 +47,7 @@ class ItemRows:
 
     def _cloze_row(self, number: int) -> ClozeRow:
         if number not in self._clozes:
+            stop_if_told()
             template, factual, alternative = (self._columns[n][number] for n in ("masked", "factual", "alternative"))
             first = self.objective.cloze(template, factual)
             second = first if alternative == factual else self.objective.cloze(template, alternative)

@@ -55,6 +55,10 @@ class GradientStore:
     def in_memory(self, item_key: str, kind: str) -> bool:
         return (item_key, kind) in self._memory
 
+    def is_kept(self, item_key: str, kind: str) -> bool:
+        on_disk = self.directory is not None and self._path(item_key, kind).exists()
+        return on_disk or self.in_memory(item_key, kind)
+
     def has_room(self, num_bytes: int) -> bool:
         return self.used_bytes + num_bytes <= self.budget_bytes
 
@@ -118,7 +122,7 @@ class GradientSource:
         """The wanted gradients; those that were not kept are overwritten by the next call."""
         kinds = list(dict.fromkeys(kinds))
         key = item.key
-        found = {kind: self.store.get(key, kind) if self._everyone_has(key, kind) else None for kind in kinds}
+        found = self._read_by_everyone(key, kinds)
         missing = [kind for kind, vector in found.items() if vector is None]
         if not missing:
             self.store.hits += 1
@@ -141,8 +145,9 @@ class GradientSource:
         return missing == 0 or (will_keep and self.store.has_room(4 * self.base.largest_slices * missing))
 
     def has(self, item: Item, kinds: Sequence[str]) -> bool:
-        """Are these kept, on every rank?"""
-        return all(self._everyone_has(item.key, kind) for kind in dict.fromkeys(kinds))
+        """Are these kept, on every rank? Files are not read for that: a damaged one shows when it is wanted."""
+        here = all(self.store.is_kept(item.key, kind) for kind in dict.fromkeys(kinds))
+        return here if self.store.directory is None else self.base.comm.all_agree(here)
 
     def prepare(self, items: Sequence[Item], kinds: Sequence[str]) -> None:
         """Compute and keep those that are missing, a whole item on each rank: for items that will be wanted soon.
@@ -185,10 +190,15 @@ class GradientSource:
         for start in range(0, len(items), size):
             yield items[start : start + size]
 
-    def _everyone_has(self, key: str, kind: str) -> bool:
-        """On disk a file may be missing or damaged for one rank alone; in memory all ranks keep the same."""
-        found = self.store.get(key, kind) is not None
-        return found if self.store.directory is None else self.base.comm.all_agree(found)
+    def _read_by_everyone(self, key: str, kinds: Sequence[str]) -> dict[str, Tensor | None]:
+        """Each file is read and hashed once, which costs as much as a pass of a small model.
+
+        On disk a file may be missing or damaged for one rank alone; in memory all ranks keep the same.
+        """
+        found = {kind: self.store.get(key, kind) for kind in kinds}
+        if self.store.directory is None:
+            return found
+        return {kind: v if self.base.comm.all_agree(v is not None) else None for kind, v in found.items()}
 
     def _reusable(self, kinds: list[str]) -> dict[str, Tensor]:
         for kind in kinds:
@@ -198,7 +208,7 @@ class GradientSource:
 
 
 def checksum(vector: Tensor) -> str:
-    return hashlib.sha256(vector.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(vector.contiguous().numpy().data).hexdigest()  # no copy
 
 
 def model_fingerprint(model: nn.Module) -> str:

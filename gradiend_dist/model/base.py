@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from importlib.util import find_spec
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from gradiend_dist.config.documents import DocumentError, parse_json, read_text
 from gradiend_dist.data.readers import as_local_path
+from gradiend_dist.distributed.interrupt import stop_if_told
 from gradiend_dist.errors import UserError, first_line
+from gradiend_dist.model.config_check import (
+    WHILE_BUILDING,
+    building,
+    check_config_file,
+    check_sizes,
+    one_at_a_time,
+    reason,
+)
+from gradiend_dist.model.sharded import Cut, load_in_shards, reads_by_rows
 from gradiend_dist.space import ParameterSpace
 
 logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter_config.json"
 
 
 def check_space_fits(space: ParameterSpace, base_model: nn.Module) -> None:
@@ -30,30 +46,52 @@ def check_space_fits(space: ParameterSpace, base_model: nn.Module) -> None:
 
 
 def load_base_model(
-    path: str, *, torch_dtype: str = "float32", trust_remote_code: bool = False
+    path: str,
+    *,
+    torch_dtype: str = "float32",
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    device: torch.device | None = None,
+    cut: Cut | None = None,
 ) -> tuple[nn.Module, Any]:
-    """The base model with the head it was built for, and its tokenizer; `auto` is the dtype that it is stored in."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    """The base model with the head it was built for, and its tokenizer; `auto` is the dtype that it is stored in.
 
+    On `device` at once: there is no copy on the host that is not the file itself. With `cut`, in the shards that it
+    makes: all ranks call this, and each reads its own rows alone; a model that cannot be read so comes back whole.
+    """
+    adapted = adapted_model(path)
+    if adapted is not None:
+        given: dict[str, Any] = {
+            "torch_dtype": torch_dtype,
+            "attn_implementation": attn_implementation,
+            "device": device,
+        }
+        return _merged(path, *load_base_model(adapted, trust_remote_code=trust_remote_code, **given))
     if trust_remote_code:
         logger.warning("trust_remote_code=true: code that comes with %s runs on this machine with your rights", path)
     config = load_base_config(path, trust_remote_code=trust_remote_code)
     tokenizer = _load_tokenizer(path, trust_remote_code)
-    kind = AutoModelForCausalLM if is_causal(config, tokenizer) else AutoModelForMaskedLM
+    options: dict[str, Any] = {
+        "dtype": torch_dtype if torch_dtype == "auto" else getattr(torch, torch_dtype),
+        "trust_remote_code": trust_remote_code,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # told below, by name
+    }
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
     try:
-        loaded: Any = kind.from_pretrained(
-            path,
-            config=config,
-            dtype=torch_dtype if torch_dtype == "auto" else getattr(torch, torch_dtype),
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
-        )
+        with one_at_a_time:
+            model, report = _read(path, config, tokenizer, cut, device, options)
     except SafetensorError as error:
         raise UserError(f"A weight file of model={path!r} is damaged ({error}): copy or download it again.") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except UnpicklingError as error:
+        raise UserError(
+            f"A weight file of model={path!r} is a pickle with more than tensors in it, or damaged, and was not run: "
+            "pass a copy that is saved as safetensors."
+        ) from error
+    except (*WHILE_BUILDING, EOFError) as error:
         raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
-    model, report = loaded
+    stop_if_told()
     _require_all_weights(path, [*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])])
     num_known = model.get_input_embeddings().num_embeddings
     if max(tokenizer.get_vocab().values()) >= num_known:
@@ -64,19 +102,86 @@ def load_base_model(
     return model.eval(), tokenizer
 
 
+def _read(
+    path: str, config: Any, tokenizer: Any, cut: Cut | None, device: torch.device | None, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and what transformers says about its loading."""
+    if cut is not None:
+        skeleton = skeleton_of(config, path, tokenizer, trust_remote_code=options["trust_remote_code"])
+        if reads_by_rows(skeleton):
+            return load_in_shards(skeleton, path, config, cut, device_map={"": device}, **options)
+        device = None  # whole it may not fit there: it will be cut on the host, layer by layer
+    model, report = _kind_of(config, tokenizer).from_pretrained(path, config=config, device_map=device, **options)
+    return model, report
+
+
+def adapted_model(path: str) -> str | None:
+    """The base model of a directory that PEFT has written; None: it is none."""
+    local = as_local_path(path, "model")
+    if local is None or not (local / ADAPTER).is_file():
+        return None
+    try:
+        values = parse_json(read_text(local / ADAPTER))
+    except DocumentError as error:
+        raise UserError(f"model={path!r}: {ADAPTER} cannot be read: {error}.") from error
+    name = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    if find_spec("peft") is None or not name:
+        remedy = "install peft" if name else "name its base_model_name_or_path there"
+        raise UserError(
+            f"model={path!r} holds an adapter of PEFT and no model: {remedy}, or merge it (merge_and_unload) and save "
+            "the result."
+        )
+    return str(name)
+
+
+def skeleton_of(config: Any, name: str, tokenizer: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """The model of a configuration, without memory for its weights."""
+    kind = _kind_of(config, tokenizer)
+    with building(f"model={name!r}"), torch.device("meta"):
+        skeleton: nn.Module = kind.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    return skeleton
+
+
+def _kind_of(config: Any, tokenizer: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    return AutoModelForCausalLM if is_causal(config, tokenizer) else AutoModelForMaskedLM
+
+
+def _merged(path: str, model: Any, tokenizer: Any) -> tuple[nn.Module, Any]:
+    """With the adapter of this directory in its weights."""
+    from peft import PeftModel
+
+    try:
+        merged: nn.Module = PeftModel.from_pretrained(model, path).merge_and_unload()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"The adapter in model={path!r} cannot be merged: {first_line(error)}") from error
+    return merged.eval(), tokenizer
+
+
 def load_base_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a base model that can be trained on."""
     from transformers import AutoConfig
 
+    path = adapted_model(path) or path
     local = as_local_path(path, "model")
     if local is not None and not (local / "config.json").is_file():
         raise UserError(f"model={path!r} holds no config.json: pass the directory of a saved model, or a hub id.")
+    if local is not None:
+        check_config_file(local / "config.json", f"model={path!r}")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model={path!r} cannot be loaded: {first_line(error)}") from error
+    except WHILE_BUILDING as error:
+        raise UserError(f"model={path!r} cannot be loaded: {reason(error)}") from error
+    check_sizes(config, f"model={path!r}")
     if config.is_encoder_decoder:
         raise UserError(f"model={path!r} is an encoder-decoder model: pass a masked or a causal one.")
+    method = (vars(config).get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        raise UserError(
+            f"model={path!r} is quantised ({method}), and rounded weights have no gradients: pass the model "
+            "that it was made from, with torch_dtype=bfloat16 where memory is short."
+        )
     return config
 
 
@@ -85,7 +190,7 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, LookupError, TypeError) as error:  # a damaged tokenizer.json gives any of them
+    except WHILE_BUILDING as error:  # a damaged tokenizer.json gives any of them
         raise UserError(f"The tokenizer of model={path!r} cannot be loaded: {first_line(error)}") from error
     # Without any file of a tokenizer, transformers makes one that knows its special tokens and nothing else.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gradiend_dist.config.checks import require_choice
+from gradiend_dist.config.checks import require, require_choice
 from gradiend_dist.config.choices import ACTIVATIONS, PARTS
 from gradiend_dist.errors import UserError
 from gradiend_dist.model.entries import count_to_keep, select_entries_to_keep
@@ -267,10 +267,18 @@ class ParamMappedGradiendModel(GradiendModel):
         mask: Tensor | None = None,
         importance: Tensor | None = None,
         part: str = "decoder-weight",
-        inplace: bool = True,
+        keep_idx: Tensor | None = None,
+        inplace: bool = False,
         return_mask: bool = False,
     ) -> Any:
-        """Keep the entries that mask, threshold and topk select, in this order; returns the model (and the mask)."""
+        """Keep the entries that mask, threshold and topk select, in this order, or those at `keep_idx`; returns a
+        pruned copy, or this model (`inplace`), and the mask where it is asked for."""
+        if keep_idx is not None:
+            require(
+                topk is None and threshold is None and mask is None,
+                "prune(keep_idx=...) says which entries are kept: leave topk, threshold and mask out.",
+            )
+            mask = _mask_of(keep_idx, self.input_dim)
         if importance is None and (topk is not None or threshold is not None):
             importance = self.get_weight_importance(part)
         combined = torch.zeros(self.input_dim, dtype=torch.bool)
@@ -324,3 +332,12 @@ class ParamMappedGradiendModel(GradiendModel):
         mask = torch.zeros(self.input_dim, dtype=torch.bool)
         mask[keep] = True
         return mask
+
+
+def _mask_of(keep_idx: Tensor, size: int) -> Tensor:
+    keep = torch.as_tensor(keep_idx, dtype=torch.long).cpu()
+    if not len(keep) or int(keep.min()) < 0 or int(keep.max()) >= size:
+        raise UserError(f"prune(keep_idx=...) needs positions from 0 to {size - 1}: pass at least one, and no others.")
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[keep] = True
+    return mask

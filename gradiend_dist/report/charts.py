@@ -1,15 +1,16 @@
 """Small charts as inline SVG: sharp at any size, in the colours of the page around them, with values on hover.
 
-Colours, dashes and the hover are CSS classes (`STYLE`): no script, no style attribute, nothing from elsewhere.
+Colours, dashes and the hover are CSS classes (page.css): no script, no style attribute, nothing from elsewhere.
 """
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from gradiend_dist.report.elements import escape, exact, short, shorten
 
 Point = tuple[float, "float | None"]
 
@@ -26,68 +27,10 @@ MOST_TIPS = 120
 
 MOST_DOTS = 600
 
-LONGEST_NAME = 28
-
 # Looks of a series: +1, -1 and 0 of a feature, and an order for whatever else is told apart.
 POSITIVE, NEGATIVE, NEUTRAL = "c0", "c1", "c2"
 
 LOOKS = ("c0", "c3", "c4", "c5", "c1", "c6", "c2")
-
-# Okabe and Ito's colours, which stay apart under every common form of colour blindness, darker and lighter.
-STYLE = """
-:root{--c0:#0072b2;--c1:#d55e00;--c2:#6f7680;--c3:#d08b00;--c4:#009e73;--c5:#b8609a;--c6:#3f9fdb}
-@media screen and (prefers-color-scheme:dark){
-:root{--c0:#5cb8f0;--c1:#f58a4b;--c2:#a3abb8;--c3:#ecb73f;--c4:#3fcfa2;--c5:#e39ac8;--c6:#8fd0ff}}
-.c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}
-.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}
-svg.chart{display:block;width:100%;height:auto;overflow:visible;font:12px var(--font)}
-svg text{fill:var(--soft);font-variant-numeric:tabular-nums}
-.end{text-anchor:end}.middle{text-anchor:middle}
-.grid{stroke:var(--line);stroke-width:1}.zero{stroke:var(--soft);stroke-width:1;opacity:.6}
-.line{fill:none;stroke:var(--c);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
-.c2.line{stroke-dasharray:6 4}.thin{stroke-width:1.3;opacity:.85}.wide{stroke-width:2.8}
-.points{fill:none;stroke:var(--c);stroke-width:5;stroke-linecap:round}
-.dots{fill:none;stroke:var(--c);stroke-width:4.4;stroke-linecap:round;opacity:.3}
-.band{fill:var(--c);opacity:.16}.bar{fill:var(--c)}.box{fill:var(--c);opacity:.28}
-.whisker{stroke:var(--c);stroke-width:1.6}.mean{stroke:var(--c);stroke-width:3.4;stroke-linecap:round}
-.mark{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:5 4}
-.best{stroke:var(--text);stroke-width:1.2;stroke-dasharray:1.5 3.5;stroke-linecap:round}
-.star{fill:var(--text);stroke:var(--card);stroke-width:1.2}
-.track{fill:var(--line)}
-.tip{visibility:hidden;pointer-events:none}.at{fill:none;pointer-events:all}
-.at:hover+.tip{visibility:visible}
-.tip rect{fill:var(--text)}.tip text{fill:var(--card);font-size:11px}.tip line{stroke:var(--soft);stroke-width:1}
-.key{display:inline-flex;align-items:center;gap:.35em;margin-right:1em;white-space:nowrap}
-.key svg{width:1.5em;height:.8em}
-svg.share{display:block;width:100%;height:.7em}svg.split{display:block;width:100%;height:2em;border-radius:6px}
-.split rect:hover{opacity:.75}
-@media print{.tip,.at{display:none}}
-"""
-
-
-def escape(value: object) -> str:
-    """Text from a file, safe inside an element or a quoted attribute, and always possible to write as UTF-8."""
-    return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"), quote=True)
-
-
-def shorten(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-
-
-def short(value: float) -> str:
-    """At most four digits, as an axis shows them: 0.05, 1.3e-5, 12k."""
-    if value and not 1e-3 <= abs(value) < 1e7:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa.removesuffix('.0')}e{int(exponent)}".replace("-", "−")
-    if abs(value) >= 1e4:
-        thousands, unit = (value / 1e6, "M") if abs(value) >= 1e6 else (value / 1e3, "k")
-        return f"{thousands:.4g}{unit}".replace("-", "−")
-    return f"{value:.4g}".replace("-", "−")
-
-
-def exact(value: float) -> str:
-    """Four decimals, where a number has them."""
-    return f"{value:.4f}".replace("-", "−") if value == 0 or 1e-3 <= abs(value) < 1e3 else short(value)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ from gradiend_dist.report.plots import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# In percent.
+LEAST_HARM_SHOWN = 0.01
 
 NEUTRAL_NAMES = {"neutral_training_masked": "other words", "neutral_dataset": "neutral texts"}
 
@@ -100,9 +105,16 @@ def plot_probability_shifts(
     show: bool = False,
     title: str | None = None,
 ) -> Path:
-    """A column for each feature factor; a row for the blanks of each class, and one for the language-model score."""
+    """A column for each feature factor; a row for the blanks of each class, and one for the language-model score.
+
+    Of a search: what is gained over the harm that is done.
+    """
     path, img_format = image_path(output, img_format)
     grid, names = results["grid"], dict(label_name_mapping or {})
+    searched = {m: e for m, e in results.items() if isinstance(e, Mapping) and e.get("trials")}
+    if searched:
+        figure = _harm_figure(searched, names, title or "Rewriting the base model", show)
+        return write_figure(figure, path, img_format, img_dpi, show)
     columns = sorted({point[0] for point in grid if point != BASE})
     figure = new_figure((1.0 + 4.6 * len(columns), 7.6), show)
     panels = figure.subplots(3, len(columns), sharex="col", sharey="row", squeeze=False)
@@ -124,8 +136,15 @@ def plot_probability_shifts(
                 # Strengthening is judged on the other class's blanks, if not asked otherwise; weakening on its own.
                 and (name == dataset) == (metric.endswith(WEAKEN) or not on_other_class)
             }
-            _draw_probabilities(panels[row][column], grid, factor, dataset, target_classes, names, stars)
-        _draw_lms(panels[2][column], grid, factor, chosen)
+            axes = panels[row][column]
+            for name, colour in zip(target_classes, (BLUE, VERMILION), strict=True):
+                look = {"color": colour, "name": f"P({names.get(name, name)})", "star": "selected"}
+                of_class = [rate for rate, selected_class in stars.items() if selected_class == name]
+                _draw_curve(axes, grid, factor, partial(_probability, dataset, name), of_class, look)
+            axes.set(ylim=(-0.03, 1.03), ylabel=f"at blanks of {names.get(dataset, dataset)}")
+        look = {"color": GREEN, "name": "score", "base": "base model"}
+        _draw_curve(panels[2][column], grid, factor, lambda entry: entry["lms"]["lms"], chosen, look)
+        panels[2][column].set_ylabel("language-model score")
         panels[2][column].set_xlabel("learning rate", fontsize=11, color=DARK)
     for axes in panels.flat:
         axes.set_xscale("symlog" if any(point[1] <= 0 for point in grid if point != BASE) else "log")
@@ -137,38 +156,62 @@ def plot_probability_shifts(
     return write_figure(figure, path, img_format, img_dpi, show)
 
 
-def _draw_probabilities(
+def _harm_figure(searched: Mapping[str, Any], names: Mapping[str, str], title: str, show: bool) -> Figure:
+    """A line for each metric through all that was measured, dotted the base model, a star at what was chosen; hollow
+    stars at its harm on texts that had no part in the choice."""
+    figure = new_figure((7.6, 4.8), show)
+    axes = figure.subplots()
+    limit = 0.0
+    for (metric, entry), colour in zip(searched.items(), (BLUE, VERMILION, GREEN), strict=False):
+        limit = max(limit, 100 * entry["max_harm"])
+        name = names.get(metric, metric)
+        trials = sorted((t for t in entry["trials"] if t["value"] is not None), key=lambda t: t["harm"])
+        harms, values = [_percent(t["harm"]) for t in trials], [t["value"] for t in trials]
+        axes.plot(harms, values, color=colour, marker="o", markersize=4, label=f"P({name})")
+        axes.axhline(entry["base_value"], color=colour, linewidth=1.0, linestyle=":")
+        for kind, face in (("harm", colour), ("held_out", "none"), ("second", "none")):
+            harm = entry.get(kind) if kind == "harm" else entry.get(kind, {}).get("harm")
+            if harm is not None:
+                look: dict[str, Any] = {
+                    "marker": "*" if kind != "second" else "D",
+                    "s": 210 if kind != "second" else 60,
+                }
+                axes.scatter([_percent(harm)], [entry["value"]], color=colour, facecolors=face, zorder=3, **look)
+    for marker, face, text in (("*", DARK, "chosen"), ("*", "none", "on other texts"), ("D", "none", "second corpus")):
+        axes.scatter([], [], marker=marker, color=DARK, facecolors=face, label=text)
+    axes.axvspan(limit, 1e3, color=GREY, alpha=0.12, linewidth=0)
+    shown = [t for e in searched.values() for t in (*e["trials"], e.get("held_out", {}), e.get("second", {}))]
+    largest = max(_percent(t["harm"]) for t in shown if t.get("harm") is not None and t.get("value", 0.0) is not None)
+    axes.set(xscale="log", xlim=(LEAST_HARM_SHOWN * 0.8, max(2 * largest, 2 * limit)), ylim=(-0.03, 1.03))
+    axes.set_xlabel("growth of perplexity on neutral texts, % (grey: more than allowed)", fontsize=11, color=DARK)
+    axes.set_ylabel("reached at the other class's blanks")
+    axes.set_title(title, loc="left", fontsize=14, color=DARK, pad=12)
+    finish_axes(axes)
+    return figure
+
+
+def _percent(harm: float) -> float:
+    """On a logarithmic axis; no harm, or less, is on its left edge."""
+    return max(LEAST_HARM_SHOWN, 100 * harm)
+
+
+def _draw_curve(
     axes: Axes,
     grid: Mapping[Any, Any],
     factor: float,
-    dataset: str,
-    target_classes: Sequence[str],
-    names: Mapping[str, str],
-    stars: Mapping[float, str],
+    value: Callable[[Any], float],
+    stars: Iterable[float],
+    look: Mapping[str, str],
 ) -> None:
+    """A value of the rewritten model over the learning rates; dotted that of the base model, starred what is chosen."""
     points = sorted(point for point in grid if point != BASE and point[0] == factor)
-    rates = [rate for _, rate in points]
-    for name, colour in zip(target_classes, (BLUE, VERMILION), strict=True):
-        values = [grid[point]["probs_by_dataset"][dataset][name] for point in points]
-        axes.plot(rates, values, color=colour, marker="o", markersize=3.5, label=f"P({names.get(name, name)})")
-        axes.axhline(grid[BASE]["probs_by_dataset"][dataset][name], color=colour, linewidth=1.0, linestyle=":")
-        for rate, selected in stars.items():
-            if selected == name:
-                reached = grid[factor, rate]["probs_by_dataset"][dataset][name]
-                axes.plot([rate], [reached], color=colour, marker="*", markersize=15, label="selected", linestyle="")
-    axes.set_ylim(-0.03, 1.03)
-    axes.set_ylabel(f"at blanks of {names.get(dataset, dataset)}")
+    values = [value(grid[point]) for point in points]
+    axes.plot([rate for _, rate in points], values, color=look["color"], marker="o", markersize=3.5, label=look["name"])
+    axes.axhline(value(grid[BASE]), color=look["color"], linewidth=1.0, linestyle=":", label=look.get("base"))
+    for rate in stars:
+        star: dict[str, Any] = {"color": look["color"], "marker": "*", "markersize": 15, "linestyle": ""}
+        axes.plot([rate], [value(grid[factor, rate])], label=look.get("star"), **star)
 
 
-def _draw_lms(axes: Axes, grid: Mapping[Any, Any], factor: float, chosen: Mapping[float, str]) -> None:
-    points = sorted(point for point in grid if point != BASE and point[0] == factor)
-    base = grid[BASE]["lms"]["lms"]
-    axes.plot(
-        [rate for _, rate in points],
-        [grid[point]["lms"]["lms"] for point in points],
-        color=GREEN, marker="o", markersize=3.5, label="score",
-    )  # fmt: skip
-    axes.axhline(base, color=GREEN, linewidth=1.0, linestyle=":", label="base model")
-    for rate in chosen:
-        axes.plot([rate], [grid[factor, rate]["lms"]["lms"]], color=GREEN, marker="*", markersize=15, linestyle="")
-    axes.set_ylabel("language-model score")
+def _probability(dataset: str, name: str, entry: Mapping[str, Any]) -> float:
+    return entry["probs_by_dataset"][dataset][name]

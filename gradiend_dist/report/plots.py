@@ -13,6 +13,9 @@ import numpy as np
 import pandas as pd
 
 from gradiend_dist.errors import UserError
+from gradiend_dist.report.charts import Point
+from gradiend_dist.report.elements import whole_percent
+from gradiend_dist.report.records import Seed, labels, parsed
 from gradiend_dist.storage.files import explained
 
 if TYPE_CHECKING:
@@ -37,9 +40,8 @@ LOWEST_SHARE = -1.0
 Panel = tuple[float, "Callable[[Axes], None]"]
 """Height and drawing."""
 
-SeedRecords = Sequence[tuple[int, Mapping[str, Any]]]
-
-Looks = Mapping[int, Mapping[str, Any]]
+Curves = Sequence[tuple[str, Seed, Mapping[str, Any]]]
+"""Seeds with their names in a legend and their looks."""
 
 
 def plot_training_convergence(
@@ -59,16 +61,20 @@ def plot_training_convergence(
     `label_name_mapping` gives classes another name in the legend. The file's format is `img_format`, else the suffix
     of `output`, else PNG; a suffix that contradicts `img_format` is replaced.
     """
-    training_stats = _training_stats(stats, "stats")
+    seed = _seed(0, stats, "stats")
     path, img_format = image_path(output, img_format)
-    figure = _stack(_panels(stats, training_stats, label_name_mapping or {}), show)
-    usual = "Closed form: no step was trained" if _is_closed_form(stats) else "Training convergence"
-    _finish(figure, title or usual, _best_step(stats))
-    return write_figure(figure, path, img_format, img_dpi, show)
+    look = {"color": BLUE, "linewidth": 1.8}
+    loss: Panel = (1.0, lambda axes: _draw_loss(axes, seed))
+    scores: Panel = (1.0, lambda axes: _draw_scores(axes, [("correlation", seed, look)], seed))
+    shares: Panel = (1.0, lambda axes: _draw_explained(axes, [("decoder", seed, look)], seed))
+    means: Panel = (1.2, lambda axes: _draw_class_means(axes, seed, label_name_mapping or {}))
+    panels = [*([] if seed.is_closed_form else [loss]), scores, *([shares] if seed.explained else []), means]
+    usual = "Closed form: no step was trained" if seed.is_closed_form else "Training convergence"
+    return write_figure(_stack(panels, title or usual, seed.best_step, show), path, img_format, img_dpi, show)
 
 
 def plot_seed_convergence(
-    runs: SeedRecords,
+    runs: Sequence[tuple[int, Mapping[str, Any]]],
     selected_seed: int,
     output: str | Path,
     *,
@@ -82,46 +88,88 @@ def plot_seed_convergence(
     What share of the target the decoders explain has a panel of its own where it was measured.
     `runs` pairs each seed with its record, in the form that `plot_training_convergence` takes.
     """
-    seeds = [seed for seed, _ in runs]
+    seeds = {number: _seed(number, stats, f"The record of seed {number}") for number, stats in runs}
     if selected_seed not in seeds:
-        raise UserError(f"selected_seed={selected_seed} is not among the seeds of runs ({seeds}): pass one of them.")
-    for seed, stats in runs:
-        _training_stats(stats, f"The record of seed {seed}")
+        raise UserError(f"selected_seed={selected_seed} is not among the seeds of runs ({[*seeds]}): pass one of them.")
     path, img_format = image_path(output, img_format)
-    figure = _stack(_panels_of_seeds(runs, selected_seed), show)
-    best_step = _best_step(dict(runs)[selected_seed])
-    _finish(figure, title or f"Convergence of {len(runs)} seeds, seed {selected_seed} selected", best_step)
-    return write_figure(figure, path, img_format, img_dpi, show)
+    selected, looks = seeds[selected_seed], _seed_looks([*seeds], selected_seed)
+    names = {number: f"seed {number}{', selected' if number == selected_seed else ''}" for number in seeds}
+    curves = [(names[number], seed, looks[number]) for number, seed in seeds.items()]
+    scores: Panel = (1.3, lambda axes: _draw_scores(axes, curves, selected))
+    shares: Panel = (1.1, lambda axes: _draw_explained(axes, curves, selected))
+    losses: Panel = (1.1, lambda axes: _draw_losses_of_seeds(axes, curves, selected))
+    measured = any(seed.explained for seed in seeds.values())
+    trained = not all(seed.is_closed_form for seed in seeds.values())
+    panels = [scores, *([shares] if measured else []), *([losses] if trained else [])]
+    title = title or f"Convergence of {len(runs)} seeds, seed {selected_seed} selected"
+    return write_figure(_stack(panels, title, selected.best_step, show), path, img_format, img_dpi, show)
 
 
-# What the record says
-
-
-def _training_stats(stats: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    """The evaluation history of a record; a record without one was not written by a training run."""
+def _seed(number: int, stats: Mapping[str, Any], what: str) -> Seed:
+    """A record without an evaluation history was not written by a training run."""
     if "training_stats" not in stats:
         raise UserError(
             f"{what} has no key 'training_stats' (keys: {sorted(map(str, stats))}): pass the content of the "
             "training.json of a finished run."
         )
-    return stats["training_stats"]
+    return Seed.of_record(number, stats)
 
 
-def _by_step(series: Mapping[Any, Any] | None) -> tuple[list[int], list[Any]]:
-    """Steps in ascending order with their values, whether the keys are numbers or strings of numbers."""
-    points = sorted(((int(float(step)), value) for step, value in (series or {}).items()), key=lambda point: point[0])
-    return [step for step, _ in points], [value for _, value in points]
+# What is drawn
 
 
-def _number(value: float | None) -> float:
-    """JSON has no NaN: a value that could not be computed is null there and a gap in the line here."""
-    return math.nan if value is None else float(value)
+def _stack(panels: Sequence[Panel], title: str, best_step: int | None, show: bool) -> Figure:
+    """Panels from top to bottom, and what they share: the best step, the step axis, the title, the look."""
+    heights = [height for height, _ in panels]
+    figure = new_figure((9.0, PANEL_HEIGHT * sum(heights)), show)
+    stacked = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    top, bottom = stacked[0], stacked[-1]
+    for axes, (_, draw) in zip(stacked, panels, strict=True):
+        draw(axes)
+    for axes in stacked:
+        if best_step is not None:
+            name = f"best step ({best_step})" if axes is top else None
+            axes.axvline(best_step, color=VERMILION, linewidth=1.2, linestyle=":", zorder=1, label=name)
+        finish_axes(axes)
+    bottom.set_xlabel("training step", fontsize=11, color=DARK)
+    bottom.locator_params(axis="x", integer=True)
+    low, high = bottom.get_xlim()
+    if high - low < 1.0:  # a single step, around which matplotlib would number fractions
+        bottom.set_xticks([round((low + high) / 2)])
+    # Over the left edge of the panels: centred, it would stand between panels and legends.
+    top.set_title(title, loc="left", fontsize=14, color=DARK, pad=16)
+    figure.align_ylabels()
+    return figure
 
 
-def _losses(stats: Mapping[str, Any]) -> pd.Series:
-    """Loss by step; the first entry of the record is the loss of step 1."""
-    losses = [_number(value) for value in stats.get("losses") or []]
-    return pd.Series(losses, index=range(1, len(losses) + 1), dtype=float)
+def _draw_points(axes: Axes, points: Sequence[Point], **look: Any) -> None:
+    """A line with dots, which shrink before they merge into a band; JSON has no NaN: null is a gap."""
+    values = np.array([value for _, value in points], dtype=float)
+    size = float(np.clip(250 / max(len(points), 1), 0.0, 5.0))
+    axes.plot([step for step, _ in points], values, **{"marker": "o", "markersize": size, **look})
+
+
+def _draw_star(axes: Axes, step: int | None, value: float | None, name: str) -> None:
+    if step is not None and value is not None and value >= LOWEST_SHARE:
+        look: dict[str, Any] = {"marker": "*", "markersize": 15.0, "markeredgecolor": "white", "linestyle": "none"}
+        axes.plot([step], [value], color=VERMILION, label=name, zorder=5, **look)
+
+
+def _draw_level(axes: Axes, value: float | None, name: str) -> None:
+    """A dashed line across the panel, where there is such a value."""
+    if value is not None:
+        axes.axhline(value, color=DARK, linewidth=1.2, linestyle="--", label=name)
+
+
+def _draw_threshold(axes: Axes, seed: Seed, metric: str) -> None:
+    """The threshold that a converged run passes, if it is one of this metric."""
+    if seed.info.get("convergence_metric", "correlation") == metric:
+        threshold = seed.info.get("threshold")
+        _draw_level(axes, threshold, f"threshold {threshold or 0.0:g}")
+
+
+def _losses(seed: Seed) -> pd.Series:
+    return pd.Series(dict(seed.losses), dtype=float)
 
 
 def _smooth(losses: pd.Series) -> pd.Series:
@@ -129,107 +177,26 @@ def _smooth(losses: pd.Series) -> pd.Series:
     return losses.rolling(max(5, len(losses) // 50), min_periods=1, center=True).mean()
 
 
-def _scores(stats: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    steps, scores = _by_step(stats["training_stats"].get("scores"))
-    return steps, [_number(score) for score in scores]
-
-
-def _explained(stats: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Share of the target that the decoder explains, by step."""
-    steps, shares = _by_step(stats["training_stats"].get("explained"))
-    return steps, [_number(share) for share in shares]
-
-
-def _is_measured(stats: Mapping[str, Any]) -> bool:
-    """Records of before it was measured have no such share."""
-    return bool(_explained(stats)[0])
-
-
-def _limit(stats: Mapping[str, Any]) -> float | None:
-    """The share that the class means would explain."""
-    limit = _number(stats["training_stats"].get("explained_limit"))
-    return limit if math.isfinite(limit) else None
-
-
-def _best_step(stats: Mapping[str, Any]) -> int | None:
-    step = (stats.get("best_score_checkpoint") or {}).get("global_step")
-    return None if step is None else int(step)
-
-
-def _is_closed_form(stats: Mapping[str, Any]) -> bool:
-    """Was it solved for, and no step trained after that?"""
-    return "spectral" in stats["training_stats"] and not stats.get("losses")
-
-
-def _threshold(stats: Mapping[str, Any], metric: str) -> float | None:
-    """The convergence threshold, if it is one of this metric."""
-    info = stats.get("convergence_info") or {}
-    return info.get("threshold") if info.get("convergence_metric", "correlation") == metric else None
-
-
-def _class_threshold(stats: Mapping[str, Any]) -> float | None:
-    return (stats.get("convergence_info") or {}).get("convergent_mean_by_class_threshold")
-
-
-def _class_means(training_stats: Mapping[str, Any]) -> tuple[list[int], dict[float, list[float]]]:
-    """Steps, and for each label (+1 first, -1 last) its mean encoding at each of them."""
-    steps, means_by_step = _by_step(training_stats.get("mean_by_class"))
-    rows = [{float(label): _number(mean) for label, mean in means.items()} for means in means_by_step]
-    labels = sorted({label for row in rows for label in row}, reverse=True)
-    return steps, {label: [row.get(label, math.nan) for row in rows] for label in labels}
-
-
-def _class_name(label: float, training_stats: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The class behind a label, under the name that the user wants to read."""
-    known = {float(key): name for key, name in (training_stats.get("label_value_to_class_name") or {}).items()}
-    name = known.get(label, "neutral" if label == 0 else f"label {label:+g}")
-    return names.get(name, name)
-
-
-# What is drawn
-
-
-def _panels(stats: Mapping[str, Any], training_stats: Mapping[str, Any], names: Mapping[str, str]) -> list[Panel]:
-    """Of one run, from top to bottom."""
-    threshold = _class_threshold(stats)
-    loss: Panel = (1.0, lambda axes: _draw_loss(axes, stats))
-    scores: Panel = (1.0, lambda axes: _draw_scores(axes, stats))
-    shares: Panel = (1.0, lambda axes: _draw_explained(axes, stats))
-    means: Panel = (1.2, lambda axes: _draw_class_means(axes, training_stats, threshold, names))
-    trained, measured = not _is_closed_form(stats), _is_measured(stats)
-    return [*([loss] if trained else []), scores, *([shares] if measured else []), means]
-
-
-def _panels_of_seeds(runs: SeedRecords, selected_seed: int) -> list[Panel]:
-    selected, looks = dict(runs)[selected_seed], _seed_looks([seed for seed, _ in runs], selected_seed)
-    scores: Panel = (1.3, lambda axes: _draw_scores_of_seeds(axes, runs, selected_seed, looks))
-    shares: Panel = (1.1, lambda axes: _draw_explained_of_seeds(axes, runs, selected, looks))
-    losses: Panel = (1.1, lambda axes: _draw_losses_of_seeds(axes, runs, selected, looks))
-    trained = not all(_is_closed_form(stats) for _, stats in runs)
-    measured = any(_is_measured(stats) for _, stats in runs)
-    return [scores, *([shares] if measured else []), *([losses] if trained else [])]
-
-
-def _stack(panels: Sequence[Panel], show: bool) -> Figure:
-    heights = [height for height, _ in panels]
-    figure = new_figure((9.0, PANEL_HEIGHT * sum(heights)), show)
-    stacked = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (_, draw) in zip(stacked, panels, strict=True):
-        draw(axes)
-    return figure
-
-
-def _draw_loss(axes: Axes, stats: Mapping[str, Any]) -> None:
+def _draw_loss(axes: Axes, seed: Seed) -> None:
     """Every step's loss in a light line under its smoothed course."""
     axes.set_ylabel("loss")
-    losses = _losses(stats)
+    losses = _losses(seed)
     if losses.empty:
         _say_empty(axes, "no loss recorded")
         return
     axes.plot(losses.index, losses, color=SKY, linewidth=0.7, alpha=0.55, label="each step")
     axes.plot(losses.index, _smooth(losses), color=BLUE, linewidth=1.8, label="smoothed")
-    _draw_threshold(axes, _threshold(stats, "loss"))
+    _draw_threshold(axes, seed, "loss")
     _scale_loss(axes, losses)
+
+
+def _draw_losses_of_seeds(axes: Axes, curves: Curves, selected: Seed) -> None:
+    smoothed = [_smooth(_losses(seed)) for _, seed, _ in curves]
+    for (_, _, look), losses in zip(curves, smoothed, strict=True):
+        axes.plot(losses.index, losses, **look)
+    _draw_threshold(axes, selected, "loss")
+    _scale_loss(axes, pd.concat(smoothed))
+    axes.set_ylabel("loss (smoothed)")
 
 
 def _scale_loss(axes: Axes, losses: pd.Series) -> None:
@@ -246,55 +213,40 @@ def _scale_unit(axes: Axes) -> None:
         axes.set(ylim=(-1.1, 1.1), yticks=(-1.0, -0.5, 0.0, 0.5, 1.0))
 
 
-def _draw_scores(axes: Axes, stats: Mapping[str, Any]) -> None:
-    """Correlation at each evaluation, with the threshold that a converged run passes."""
+def _draw_scores(axes: Axes, curves: Curves, selected: Seed) -> None:
+    """Correlation at each evaluation; of several seeds, this panel's legend names them for all."""
     axes.set_ylabel("correlation")
-    steps, scores = _scores(stats)
-    if not steps:
+    if not any(seed.scores for _, seed, _ in curves):
         _say_empty(axes, "no evaluation recorded")
         return
-    axes.axhline(0.0, color=GREY, linewidth=0.8)
-    axes.plot(steps, scores, color=BLUE, linewidth=1.8, marker="o", markersize=_marker_size(steps), label="correlation")
-    _draw_threshold(axes, _threshold(stats, "correlation"))
-    best = _best_step(stats)
-    if best in steps:
-        score = scores[steps.index(best)]
-        _draw_star(axes, best, score, f"best: {score:.3f}")
+    for name, seed, look in curves:
+        _draw_points(axes, seed.scores, label=name, **look)
+    _draw_threshold(axes, selected, "correlation")
+    if len(curves) == 1:
+        axes.axhline(0.0, color=GREY, linewidth=0.8, zorder=1.9)
+        best = selected.at_best(selected.scores)
+        _draw_star(axes, selected.best_step, best, f"best: {best or 0.0:.3f}")
     _scale_unit(axes)
 
 
-def _draw_star(axes: Axes, step: int, value: float, name: str) -> None:
-    look: dict[str, Any] = {"marker": "*", "markersize": 15.0, "markeredgecolor": "white", "linestyle": "none"}
-    axes.plot([step], [value], color=VERMILION, label=name, zorder=5, **look)
-
-
-def _draw_explained(axes: Axes, stats: Mapping[str, Any]) -> None:
-    """Share of the target that the decoder explains at each evaluation, under the most that one latent can."""
-    steps, shares = _explained(stats)
-    _draw_shares(axes, steps, shares, label="decoder", color=BLUE, linewidth=1.8)
-    _draw_limit(axes, _limit(stats))
-    best = _best_step(stats)
-    if best in steps and (share := shares[steps.index(best)]) >= LOWEST_SHARE:
-        _draw_star(axes, best, share, f"at the best step: {_percent(share)}")
+def _draw_explained(axes: Axes, curves: Curves, selected: Seed) -> None:
+    """Share of the target that the decoder explains, under the most that one latent can; arrows where it is below."""
+    alone = len(curves) == 1
+    below_name = f"below {whole_percent(LOWEST_SHARE)}"
+    for name, seed, look in curves:
+        low = [step for step, share in seed.explained if share is not None and share < LOWEST_SHARE]
+        inside = [(step, None if step in low else share) for step, share in seed.explained]
+        _draw_points(axes, inside, label=name if alone else None, **look)
+        if low:
+            arrows = {"marker": "v", "markersize": 8.0, "linestyle": "none", "color": look["color"], "zorder": 3}
+            axes.plot(low, [LOWEST_SHARE] * len(low), label=below_name, **arrows)
+            below_name = ""  # in the legend once: matplotlib leaves out empty names
+    limit = selected.explained_limit
+    _draw_level(axes, limit, f"class means: {whole_percent(limit or 0.0)}")
+    if alone:
+        share = selected.explained_at_best()
+        _draw_star(axes, selected.best_step, share, f"at the best step: {whole_percent(share or 0.0)}")
     _scale_share(axes)
-
-
-def _draw_shares(axes: Axes, steps: Sequence[int], shares: Sequence[float], **look: Any) -> None:
-    """A line, and arrows where it is below the panel."""
-    inside = [share if share >= LOWEST_SHARE else math.nan for share in shares]
-    axes.plot(steps, inside, marker="o", markersize=_marker_size(steps), **look)
-    below = [step for step, share in zip(steps, shares, strict=True) if share < LOWEST_SHARE]
-    if below:
-        arrows: dict[str, Any] = {"marker": "v", "markersize": 8.0, "linestyle": "none", "color": look["color"]}
-        named = any(line.get_marker() == "v" for line in axes.lines)
-        name = None if named else f"below {_percent(LOWEST_SHARE)}"
-        axes.plot(below, [LOWEST_SHARE] * len(below), label=name, zorder=3, **arrows)
-
-
-def _draw_limit(axes: Axes, limit: float | None) -> None:
-    if limit is not None:
-        name = f"class means: {_percent(limit)}"
-        axes.axhline(limit, color=DARK, linewidth=1.2, linestyle="--", label=name)
 
 
 def _scale_share(axes: Axes) -> None:
@@ -307,25 +259,18 @@ def _scale_share(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
-def _percent(share: float) -> str:
-    return f"{round(100 * share)} %".replace("-", "−")
-
-
-def _draw_class_means(
-    axes: Axes, training_stats: Mapping[str, Any], threshold: float | None, names: Mapping[str, str]
-) -> None:
+def _draw_class_means(axes: Axes, seed: Seed, names: Mapping[str, str]) -> None:
     """Mean encoding of each class; colour, line and marker all tell the classes apart."""
     axes.set_ylabel("mean encoding")
-    steps, means = _class_means(training_stats)
-    if not steps:
+    if not seed.means:
         _say_empty(axes, "no evaluation recorded")
         return
     axes.axhline(0.0, color=GREY, linewidth=0.8)
-    for label, values in means.items():
-        color, line, marker = _class_style(label)
-        name = _class_name(label, training_stats, names)
-        size = _marker_size(steps)
-        axes.plot(steps, values, line, color=color, linewidth=1.8, marker=marker, markersize=size, label=name)
+    for key, name in labels(seed.stats):
+        color, line, marker = _class_style(parsed(key) or 0.0)
+        look = {"color": color, "linestyle": line, "marker": marker, "linewidth": 1.8}
+        _draw_points(axes, seed.means[name], label=names.get(name, name), **look)
+    threshold = seed.info.get("convergent_mean_by_class_threshold")
     if threshold is not None:
         axes.axhline(threshold, color=GREY, linewidth=1.0, linestyle=":", label=f"threshold ±{threshold:g}")
         axes.axhline(-threshold, color=GREY, linewidth=1.0, linestyle=":")
@@ -336,33 +281,6 @@ def _class_style(label: float) -> tuple[str, str, str]:
     if label > 0:
         return BLUE, "-", "o"
     return (VERMILION, "-", "s") if label < 0 else (DARK, "--", "D")
-
-
-def _draw_scores_of_seeds(axes: Axes, runs: SeedRecords, selected_seed: int, looks: Looks) -> None:
-    """One line per seed; this panel's legend names them for all."""
-    for seed, stats in runs:
-        steps, scores = _scores(stats)
-        name = f"seed {seed}, selected" if seed == selected_seed else f"seed {seed}"
-        axes.plot(steps, scores, marker="o", markersize=_marker_size(steps), label=name, **looks[seed])
-    _draw_threshold(axes, _threshold(dict(runs)[selected_seed], "correlation"))
-    _scale_unit(axes)
-    axes.set_ylabel("correlation")
-
-
-def _draw_explained_of_seeds(axes: Axes, runs: SeedRecords, selected: Mapping[str, Any], looks: Looks) -> None:
-    for seed, stats in runs:
-        _draw_shares(axes, *_explained(stats), **looks[seed])
-    _draw_limit(axes, _limit(selected))
-    _scale_share(axes)
-
-
-def _draw_losses_of_seeds(axes: Axes, runs: SeedRecords, selected: Mapping[str, Any], looks: Looks) -> None:
-    smoothed = [_smooth(_losses(stats)) for _, stats in runs]
-    for (seed, _), losses in zip(runs, smoothed, strict=True):
-        axes.plot(losses.index, losses, **looks[seed])
-    _draw_threshold(axes, _threshold(selected, "loss"))
-    _scale_loss(axes, pd.concat(smoothed))
-    axes.set_ylabel("loss (smoothed)")
 
 
 def _seed_looks(seeds: Sequence[int], selected_seed: int) -> dict[int, dict[str, Any]]:
@@ -376,36 +294,8 @@ def _seed_looks(seeds: Sequence[int], selected_seed: int) -> dict[int, dict[str,
     return looks
 
 
-def _draw_threshold(axes: Axes, threshold: float | None) -> None:
-    if threshold is not None:
-        axes.axhline(threshold, color=DARK, linewidth=1.2, linestyle="--", label=f"threshold {threshold:g}")
-
-
-def _marker_size(steps: Sequence[int]) -> float:
-    """Dots that shrink before they merge into a band."""
-    return float(np.clip(250 / max(len(steps), 1), 0.0, 5.0))
-
-
 def _say_empty(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=11)
-
-
-def _finish(figure: Figure, title: str, best_step: int | None) -> None:
-    """What all panels share: the best step, the step axis, the title, the look."""
-    top, bottom = figure.axes[0], figure.axes[-1]
-    for axes in figure.axes:
-        if best_step is not None:
-            name = f"best step ({best_step})" if axes is top else None
-            axes.axvline(best_step, color=VERMILION, linewidth=1.2, linestyle=":", zorder=1, label=name)
-        finish_axes(axes)
-    bottom.set_xlabel("training step", fontsize=11, color=DARK)
-    bottom.locator_params(axis="x", integer=True)
-    low, high = bottom.get_xlim()
-    if high - low < 1.0:  # a single step, around which matplotlib would number fractions
-        bottom.set_xticks([round((low + high) / 2)])
-    # Over the left edge of the panels: centred, it would stand between panels and legends.
-    top.set_title(title, loc="left", fontsize=14, color=DARK, pad=16)
-    figure.align_ylabels()
 
 
 def finish_axes(axes: Axes) -> None:

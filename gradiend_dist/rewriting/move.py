@@ -4,7 +4,7 @@ v is the decoder's vector for a feature factor, or one of the model's other vect
 
     plain       s(v) = v, as in the reference
     tensor      the share of each base weight gets that weight's own size (root mean square); |s(v)| = |v|
-    curvature   v / (F + damping), F from the language model's own gradients; see `gradiend_dist.curvature`
+    curvature   v / (F + damping), F from the language model's own gradients; see `gradiend_dist.evaluation.curvature`
 
 `InPlace` moves a base model to any number of points and back to the bit: it holds one copy of the entries that it
 touches and nothing else of their number, since s(v) is formed piece by piece. `save_rewritten` writes a plain Hugging
@@ -16,28 +16,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradiend_dist.config.checks import require_choice
-from gradiend_dist.config.choices import PARTS
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.fsdp import reshard
 from gradiend_dist.errors import UserError
+from gradiend_dist.rewriting.step import Step
 from gradiend_dist.space import Weight
+from gradiend_dist.storage.weight_file import shapes
 
 # Entries of a weight that are moved together: on a CPU what stays in its cache, on a GPU enough to keep it busy.
 CHUNK = 2**18
 
 CHUNK_ON_GPU = 2**24
-
-SCALINGS = ("plain", "tensor", "curvature")
 
 
 class Vectors(Protocol):
@@ -80,8 +79,20 @@ class VectorsInFile:
     def __init__(self, path: Path, gradiend: Any) -> None:
         self.latent_dim: int = gradiend.latent_dim
         self.decoder_activation: nn.Module = gradiend.decoder[1]
-        self._file: Any = safe_open(str(path), framework="pt")
+        try:
+            self._file: Any = safe_open(str(path), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read ({error}): it is damaged or incomplete.") from error
+        self._check_sizes(path, gradiend)
         self._has_bias = gradiend.bias_decoder
+
+    def _check_sizes(self, path: Path, gradiend: Any) -> None:
+        """The file is of the whole model, of which this rank may have a part."""
+        names = set(self._file.keys())
+        for name, shape in shapes(gradiend).items():
+            there = self._file.get_slice(name).get_shape() if name in names else None
+            if there != list(shape):
+                raise UserError(f"{path} has {name} of shape {there}, not {list(shape)}: it is damaged.")
 
     def encoder(self, where: slice) -> Tensor:
         found: Tensor = self._file.get_slice("encoder.0.linear.weight")[:, where.start : where.stop]
@@ -98,20 +109,10 @@ class VectorsInFile:
         return found
 
 
-def check_direction(feature_factor: float | Sequence[float], part: str, *, latent_dim: int, bias: bool) -> None:
-    if part == "decoder":
-        count = torch.as_tensor(feature_factor).numel()
-        if count not in (1, latent_dim):
-            raise UserError(f"feature_factor has {count} values, latent_dim is {latent_dim}: pass as many.")
-        return
-    require_choice("part", part, ("decoder", *PARTS))
-    if part in ("decoder-bias", "decoder-sum") and not bias:
-        raise UserError(f"part={part} needs a decoder bias, this model has none: use decoder-weight.")
-
-
 @torch.no_grad()
-def direction(vectors: Vectors, where: slice, feature_factor: float | Sequence[float], part: str) -> Tensor:
-    """The entries `where` of v, in float32; `part` other than decoder does not depend on the factor."""
+def direction(vectors: Vectors, where: slice, step: Step) -> Tensor:
+    """The entries `where` of v, in float32."""
+    part = step.part
     if part == "encoder-weight":
         return vectors.encoder(where).sum(0).float()
     bias = vectors.bias(where)
@@ -120,7 +121,7 @@ def direction(vectors: Vectors, where: slice, feature_factor: float | Sequence[f
         return bias.float()
     decoder = vectors.decoder(where)
     if part == "decoder":
-        latent = torch.as_tensor(feature_factor, dtype=decoder.dtype, device=decoder.device).reshape(-1)
+        latent = torch.as_tensor(step.feature_factor, dtype=decoder.dtype, device=decoder.device).reshape(-1)
         # One latent, the usual case: a scaled copy is several times faster than a product with a matrix of one column.
         linear = decoder[:, 0] * latent if vectors.latent_dim == 1 else decoder @ latent.expand(vectors.latent_dim)
         found: Tensor = vectors.decoder_activation(linear if bias is None else linear.add_(bias))
@@ -183,7 +184,6 @@ class _PerWeight:
 
 def scaling_without_texts(name: str) -> Scaling | None:
     """What a model can do that has no data beside it."""
-    require_choice("scaling", name, SCALINGS)
     if name == "curvature":
         raise UserError(
             "scaling=curvature needs neutral texts and a model has none: use the rewrite_base_model of a "
@@ -195,6 +195,18 @@ def scaling_without_texts(name: str) -> Scaling | None:
 def squares(entries: Tensor) -> float:
     """Their sum: squared in float32, since half precision has no room for it, and added up in float64."""
     return float(entries.float().square().sum(dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long s(v) and the weights that it moves are: what turns a relative change into a learning rate."""
+
+    length: float
+    weights: float
+
+    def rate(self, change: float) -> float:
+        """The learning rate that moves the weights by this share of their norm."""
+        return change * self.weights / self.length
 
 
 class InPlace(AbstractContextManager["InPlace"]):
@@ -216,33 +228,47 @@ class InPlace(AbstractContextManager["InPlace"]):
             indices = None if weight.selected is None else weight.selected.to(flat.device)
             self._places.append((weight, flat, indices))
         self._originals = [flat.clone() if indices is None else flat[indices] for _, flat, indices in self._places]
-        self._factors: dict[tuple[tuple[float, ...], str], Factors] = {}
+        self._factors: dict[Step, Factors] = {}
 
     @torch.no_grad()
-    def move(self, learning_rate: float, feature_factor: float | Sequence[float], part: str = "decoder") -> None:
+    def move(self, step: Step) -> None:
         """To this point, from wherever the model is."""
         reshard(self.base_model)
-        factors = self._fitted(feature_factor, part)
-        for number, ((weight, flat, indices), original) in enumerate(zip(self._places, self._originals, strict=True)):
-            for inside, piece in pieces_of(number, weight, original, self.vectors, feature_factor, part):
-                moved = stepped(piece.entries, scaled_step(piece, factors), learning_rate)
-                if indices is None:
-                    flat[inside] = moved
-                else:
-                    flat[indices[inside]] = moved
+        factors = self._fitted(step)
+        for (_, flat, indices), (inside, piece) in self._pieces(step):
+            values = moved(piece.entries, scaled_step(piece, factors) * step.learning_rate)
+            if indices is None:
+                flat[inside] = values
+            else:
+                flat[indices[inside]] = values
 
-    def _fitted(self, feature_factor: float | Sequence[float], part: str) -> Factors | None:
+    @torch.no_grad()
+    def extent(self, step: Step, comm: Comm) -> Extent:
+        """Of the step's direction; over a sharded base model, all ranks of `comm` call this."""
+        factors, own = self._fitted(step), torch.zeros(2, dtype=torch.float64)
+        for _, (_, piece) in self._pieces(step):
+            own += torch.tensor([squares(scaled_step(piece, factors)), squares(piece.entries)], dtype=torch.float64)
+        length, weights = comm.total_on_host(own).sqrt().tolist()
+        if not (length > 0.0 and math.isfinite(length)):
+            raise UserError(
+                f"The {step.part} vector of this model is {'zero' if length == 0.0 else 'not finite'}, so there is no "
+                "direction to rewrite along: train it again, with initialization=spectral or other arguments."
+            )
+        return Extent(length, weights)
+
+    def _pieces(self, step: Step) -> Iterator[tuple[tuple[Weight, Tensor, Tensor | None], tuple[slice, Piece]]]:
+        """Of the model as it was: (place, (entries of the place, piece))."""
+        for number, (place, original) in enumerate(zip(self._places, self._originals, strict=True)):
+            for piece in pieces_of(number, place[0], original, self.vectors, step):
+                yield place, piece
+
+    def _fitted(self, step: Step) -> Factors | None:
         """The activation and the bias make another v of each factor: once for each, not for each learning rate."""
         if self.scaling is None:
             return None
-        key = (tuple(torch.as_tensor(feature_factor).reshape(-1).tolist()), part)
-        if key not in self._factors:
-            self._factors[key] = self.scaling.fit(
-                piece
-                for number, ((weight, _, _), original) in enumerate(zip(self._places, self._originals, strict=True))
-                for _, piece in pieces_of(number, weight, original, self.vectors, feature_factor, part)
-            )
-        return self._factors[key]
+        if step.direction not in self._factors:
+            self._factors[step.direction] = self.scaling.fit(piece for _, (_, piece) in self._pieces(step))
+        return self._factors[step.direction]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -264,14 +290,13 @@ def pieces_of(
     weight: Weight,
     entries: Tensor,
     vectors: Vectors,
-    feature_factor: float | Sequence[float],
-    part: str,
+    of: Step,
     indices: Tensor | None = None,
 ) -> Iterator[tuple[slice, Piece]]:
     """(place among the weight's selected entries, piece); `indices` say which of `entries` these are, None: all."""
     for inside in chunks(weight.num_selected, entries.device):
         where = slice(weight.offset + inside.start, weight.offset + inside.stop)
-        step = direction(vectors, where, feature_factor, part).to(entries.device)
+        step = direction(vectors, where, of).to(entries.device)
         own = entries[inside] if indices is None else entries[indices[inside].to(entries.device)]
         yield inside, Piece(number, where, step, own)
 
@@ -282,55 +307,55 @@ def scaled_step(piece: Piece, factors: Factors | None) -> Tensor:
 
 @torch.no_grad()
 def rewrite(
-    base_model: nn.Module,
-    weights: Sequence[Weight],
-    vectors: Vectors,
-    learning_rate: float,
-    feature_factor: float | Sequence[float],
-    part: str = "decoder",
-    scaling: Scaling | None = None,
+    base_model: nn.Module, weights: Sequence[Weight], vectors: Vectors, step: Step, scaling: Scaling | None = None
 ) -> None:
     """Move a model for good, with no copy of anything."""
+    parameters = dict(base_model.named_parameters())
+    for weight, inside, change in changes(base_model, weights, vectors, step, scaling):
+        add_to(flat_entries(parameters[weight.name]), weight.selected, inside, change)
+
+
+@torch.no_grad()
+def changes(
+    base_model: nn.Module, weights: Sequence[Weight], vectors: Vectors, step: Step, scaling: Scaling | None = None
+) -> Iterator[tuple[Weight, slice, Tensor]]:
+    """What a step adds to a model: (weight, which of its selected entries, numbers in float32), piece by piece."""
     factors = None
     if scaling is not None:
-        factors = scaling.fit(piece for _, _, _, piece in _pieces(base_model, weights, vectors, feature_factor, part))
-    for weight, flat, inside, piece in _pieces(base_model, weights, vectors, feature_factor, part):
-        entries = inside if weight.selected is None else weight.selected[inside].to(flat.device)
-        flat[entries] = stepped(piece.entries, scaled_step(piece, factors), learning_rate)
+        factors = scaling.fit(piece for _, _, piece in _pieces(base_model, weights, vectors, step))
+    for weight, inside, piece in _pieces(base_model, weights, vectors, step):
+        yield weight, inside, scaled_step(piece, factors) * step.learning_rate
+
+
+def add_to(flat: Tensor, selected: Tensor | None, inside: slice, change: Tensor) -> None:
+    """Add to some entries of a weight, or of those that are `selected` of it."""
+    entries = inside if selected is None else selected[inside].to(flat.device)
+    flat[entries] = moved(flat[entries], change)
 
 
 @torch.no_grad()
 def scaled_direction(
-    base_model: nn.Module,
-    weights: Sequence[Weight],
-    vectors: Vectors,
-    feature_factor: float | Sequence[float],
-    part: str,
-    scaling: Scaling,
+    base_model: nn.Module, weights: Sequence[Weight], vectors: Vectors, step: Step, scaling: Scaling
 ) -> Tensor:
     """All of s(v) at once, for who wants to look at it."""
-    steps = [piece for _, _, _, piece in _pieces(base_model, weights, vectors, feature_factor, part)]
-    factors = scaling.fit(steps)
-    return torch.cat([scaled_step(piece, factors) for piece in steps])
+    pieces = [piece for _, _, piece in _pieces(base_model, weights, vectors, step)]
+    factors = scaling.fit(pieces)
+    return torch.cat([scaled_step(piece, factors) for piece in pieces])
 
 
 def _pieces(
-    base_model: nn.Module,
-    weights: Sequence[Weight],
-    vectors: Vectors,
-    feature_factor: float | Sequence[float],
-    part: str,
-) -> Iterator[tuple[Weight, Tensor, slice, Piece]]:
+    base_model: nn.Module, weights: Sequence[Weight], vectors: Vectors, step: Step
+) -> Iterator[tuple[Weight, slice, Piece]]:
     parameters = dict(base_model.named_parameters())
     for number, weight in enumerate(weights):
         flat = flat_entries(parameters[weight.name])
-        for inside, piece in pieces_of(number, weight, flat, vectors, feature_factor, part, weight.selected):
-            yield weight, flat, inside, piece
+        for inside, piece in pieces_of(number, weight, flat, vectors, step, weight.selected):
+            yield weight, inside, piece
 
 
-def stepped(entries: Tensor, step: Tensor, learning_rate: float) -> Tensor:
-    """entries + learning_rate * step; the product is rounded to the entries' dtype first, as in the reference."""
-    return entries + (step * learning_rate).to(entries.dtype)
+def moved(entries: Tensor, change: Tensor) -> Tensor:
+    """Their sum; the change, which is in float32, is rounded to the entries' dtype first, as in the reference."""
+    return entries + change.to(entries.dtype)
 
 
 def flat_entries(parameter: Tensor) -> Tensor:

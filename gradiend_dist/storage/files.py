@@ -82,6 +82,15 @@ def _is_running(process: str) -> bool:
     return process.isdigit() and psutil.pid_exists(int(process)) and int(process) != os.getpid()
 
 
+def remove(path: Path) -> None:
+    """Whatever stands there, as far as it can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def link_tree(source: Path, target: Path) -> None:
     """A copy that shares its files with the source, which are never changed in place; a real one where it must be."""
     try:
@@ -91,11 +100,18 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copytree(source, target)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """In the place of a regular file or of nothing: a renamed file would take the place of a device as well.
+
+    `private`: for nobody but its owner to read, from its first byte on.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file: pass the name of one, or of a new one.")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            partial.touch(mode=0o600 if private else 0o666)
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
         finally:
@@ -112,8 +128,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits, 1,000 levels
         raise UserError(f"{path} is no valid JSON ({error}): it is damaged or no file of ours.") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object: it is damaged or no file of ours.")
+    return found
 
 
 def jsonable(value: Any) -> Any:

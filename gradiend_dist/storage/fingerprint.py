@@ -13,7 +13,7 @@ from torch import Tensor
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.model.gradiend import GradiendModel
-from gradiend_dist.storage.files import read_json
+from gradiend_dist.storage.files import read_object
 from gradiend_dist.storage.layout import TRAINING, WEIGHTS
 from gradiend_dist.storage.model_dir import is_model_directory
 
@@ -28,7 +28,7 @@ WITHOUT_EFFECT = (
     "analyze_seed_stability", "trust_remote_code", "save_total_limit", "resume", "ddp_timeout", "decoder_eval_lrs",
     "decoder_eval_feature_factors", "decoder_eval_max_size_training_like", "decoder_eval_max_size_neutral",
     "report_to", "run_name", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags", "wandb_notes",
-    "wandb_seed_runs", "wandb_log_model", "only_seed", "select_only",
+    "wandb_seed_runs", "wandb_log_model", "only_seed", "select_only", "gradient_checkpointing",
 )  # fmt: skip
 
 # Seeds themselves do not depend on how many of them there are, nor on when a further one is not needed.
@@ -38,7 +38,7 @@ WITHOUT_EFFECT_ON_A_SEED = (
 )  # fmt: skip
 
 # What results of before there was a choice do not say.
-NOT_RECORDED = {"initialization": "random"}
+NOT_RECORDED = {"initialization": "random", "attn_implementation": None, "tf32": False}
 
 # The reference compares its own form of these two, all fields of it, before it reuses a directory of ours.
 PRUNING_IN_REFERENCE: dict[str, dict[str, Any]] = {
@@ -63,6 +63,7 @@ def training_fingerprint(args: TrainingArguments, data_hash: str, model: str) ->
     """All that a training result depends on, by name, so that a difference can be named."""
     without = WITHOUT_EFFECT if args.looks_at_items else (*WITHOUT_EFFECT, "spectral_items")
     arguments = {name: value for name, value in args.to_dict().items() if name not in without}
+    arguments["initialization"] = "spectral" if args.starts_trained else "random"
     for name, rest in PRUNING_IN_REFERENCE.items():
         if arguments[name] is not None:
             arguments[name] = {**rest, **arguments[name]}
@@ -104,7 +105,7 @@ def model_files_hash(model: str) -> str | None:
 
 
 def content_hash(model: GradiendModel, comm: Comm) -> str:
-    """Hash of a model's weights: the same however they are cut over the ranks.
+    """Hash of a model's weights: the same however they are cut over the ranks. All ranks call this.
 
     Each entry's bits, mixed with its place and summed modulo 2^64: sums have no order.
     """
@@ -144,7 +145,7 @@ def reusable(path: Path, wanted: dict[str, Any], use_cache: bool | str, *, of_on
         return False
     if use_cache == "always":
         return True
-    record = read_json(path / TRAINING) if (path / TRAINING).exists() else {}
+    record = read_object(path / TRAINING) if (path / TRAINING).exists() else {}
     ignored = WITHOUT_EFFECT_ON_A_SEED if of_one_seed else ()
     found = {**NOT_RECORDED, **record.get("cache_fingerprint", {})}
     changed = [name for name in wanted if name not in ignored and found.get(name) != _as_json(wanted[name])]

@@ -22,6 +22,11 @@ GRID_CACHE = "decoder_grid_cache.json"
 GRID_POINTS = "decoder"
 ROW_WISE_CSV = "decoder_row_wise_scores.csv"
 
+# Who writes to it now: a whole run, or the tasks of an array, one for each seed.
+RUN_LOCK = "run.lock"
+SEED_LOCK = "run_seed_{seed}.lock"
+RUN_LOCKS = "run*.lock"
+
 # A saved state of training, and the file that a user touches to have one saved now.
 STATE_RUN = "run.json"
 STATE_SPACE = "space.safetensors"
@@ -31,5 +36,7 @@ STATE_ZERO = "zero"
 STATE_ZERO_FACTS = "zero.json"
 SAVE_TRIGGER = "SAVE_STATE"
 
-# A rewritten model.
+# A rewritten model, or the change alone.
 MODEL_CARD = "README.md"
+DELTA_WEIGHTS = "delta.safetensors"
+DELTA_FACTS = "delta.json"

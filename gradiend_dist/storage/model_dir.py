@@ -24,8 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gradiend_dist.config.checks import require, require_choice, shown
+from gradiend_dist.config.choices import ACTIVATIONS, GRADIENTS
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import UserError, first_line
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import INT32_MAX, ParameterSpace, Slices
 from gradiend_dist.storage.files import (
@@ -34,6 +36,7 @@ from gradiend_dist.storage.files import (
     make_partial,
     new_directory,
     read_json,
+    read_object,
     replace_directory,
     write_json,
 )
@@ -45,15 +48,19 @@ from gradiend_dist.storage.weight_file import read_weights, write_weights
 def is_model_directory(path: str | Path) -> bool:
     """Is this a saved GRADIEND model, and not a base model or nothing?"""
     config = Path(path) / MODEL_CONFIG
-    return config.is_file() and "architecture" in read_json(config)
+    if not config.is_file():
+        return False
+    values = read_json(config)
+    return isinstance(values, dict) and "architecture" in values
 
 
 def base_model_of(path: str | Path) -> str:
     """The base model that a saved GRADIEND model names."""
-    found = read_json(Path(path) / MODEL_CONFIG).get("metadata", {}).get("base_model")
-    if found is None:
+    metadata = read_object(Path(path) / MODEL_CONFIG).get("metadata")
+    name = metadata.get("base_model") if isinstance(metadata, dict) else None
+    if name is None:
         raise UserError(f"{Path(path) / MODEL_CONFIG} does not name its base model: pass the base model itself.")
-    return str(found)
+    return str(name)
 
 
 def check_replaceable(path: Path) -> None:
@@ -202,10 +209,21 @@ def _save_mapping(space: ParameterSpace, directory: Path) -> dict[str, Any]:
 
 def read_context(path: Path) -> dict[str, Any]:
     """Source and target; where training.json disagrees it is right, as in the reference."""
-    context = read_json(path / CONTEXT) if (path / CONTEXT).exists() else {"source": "factual", "target": "diff"}
+    context: dict[str, Any] = {"source": "factual", "target": "diff"}
+    if (path / CONTEXT).exists():
+        context = read_object(path / CONTEXT)
     if (path / TRAINING).exists():
-        trained = read_json(path / TRAINING).get("training_args", {})
-        context["source"] = trained.get("source", context["source"])
+        trained = read_object(path / TRAINING).get("training_args")
+        if isinstance(trained, dict) and "source" in trained:
+            context["source"] = trained["source"]
+    directions = context.get("feature_class_encoding_direction", {})
+    signs = directions.values() if isinstance(directions, dict) else [None]
+    kinds = (context.get("source"), context.get("target"))
+    if not all(kind in GRADIENTS for kind in kinds) or not all(sign in (1, -1) for sign in signs):
+        raise UserError(
+            f"{path / CONTEXT} or {TRAINING} is damaged: source={shown(kinds[0])}, target={shown(kinds[1])} and the "
+            f"directions {shown(directions)} are not what a model has; copy it again."
+        )
     return context
 
 
@@ -263,19 +281,32 @@ def _empty_gradiend(architecture: dict[str, Any], space: ParameterSpace, **optio
 
 
 def _read_architecture(path: Path) -> tuple[dict[str, Any], ParameterSpace]:
-    config = read_json(path / MODEL_CONFIG)
+    config = read_object(path / MODEL_CONFIG)
     if not config.keys() >= {"architecture", "mapping"}:
         raise UserError(f"{path / MODEL_CONFIG} has no architecture and mapping: it is damaged or no GRADIEND model.")
-    architecture: dict[str, Any] = config["architecture"]
+    architecture = config["architecture"]
     try:
         input_dim, space = architecture["input_dim"], _load_space(path, config["mapping"])
+        _check_architecture(architecture)
     except KeyError as error:
         raise UserError(f"{path / MODEL_CONFIG} or its mapping lacks {error}: the directory is damaged.") from error
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:  # a list where a mapping belongs, and so on
+        raise UserError(f"{path / MODEL_CONFIG} cannot be used ({first_line(error)}): it is damaged.") from error
     if space.size != input_dim:
         raise UserError(
             f"{path / MODEL_CONFIG} says input_dim={input_dim} but maps {space.size} weights: the directory is damaged."
         )
     return architecture, space
+
+
+def _check_architecture(architecture: dict[str, Any]) -> None:
+    """The values that a model is made with, where they are there."""
+    latent_dim = architecture.get("latent_dim", 1)
+    require(isinstance(latent_dim, int) and latent_dim > 0, f"latent_dim={shown(latent_dim)} is no width: correct it.")
+    for name in ("activation_encoder", "activation_decoder"):
+        require_choice(name, architecture.get(name, ACTIVATIONS[0]), ACTIVATIONS)
+    dtype = str(architecture.get("torch_dtype", "float32")).removeprefix("torch.")
+    require_choice("torch_dtype", dtype, ("float32", "bfloat16", "float16", "float64"))
 
 
 def restore_weights(gradiend: GradiendModel, path: Path, comm: Comm | None = None) -> None:

@@ -22,7 +22,8 @@ SLURM = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RES
 
 HIDDEN = "***"
 
-SECRET_NAME = re.compile(r"token|secret|passw|api_?key|credential|private_?key", re.IGNORECASE)
+# A tokenizer is none, however it is called.
+SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|api_?key|credential|private_?key", re.IGNORECASE)
 
 SECRET_FORMS = (
     re.compile(r"(?<=://)[^/@\s]+(?=@)"),  # https://user:password@host

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,7 +23,9 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.model.gradiend import GradiendModel
 from gradiend_dist.storage.visibility import everyone_sees, is_shared
 
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
 
 # Bytes that are brought to the host, written or sent at once.
 TOGETHER = 2**26
@@ -66,7 +68,7 @@ def write_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
     """Write the file at `path`, whose directory exists for rank 0; complete on return. All ranks call this."""
     offsets = comm.first(f"laying out {path.name}", lambda: _lay_out(model, path))
     if is_shared(path.parent, comm):
-        _write(path, pieces(model), offsets)
+        write_pieces(path, pieces(model), offsets)
         comm.meet(f"writing {path.name}")
         return
     mine = list(pieces(model))
@@ -76,7 +78,9 @@ def write_weights(model: GradiendModel, path: Path, comm: Comm) -> None:
                 for _, block in _blocks(piece.values):
                     comm.send(block, 0)
         elif comm.is_first:
-            _write(path, iter(mine) if source == 0 else _received(table, comm, source, model.torch_dtype), offsets)
+            write_pieces(
+                path, iter(mine) if source == 0 else _received(table, comm, source, model.torch_dtype), offsets
+            )
     comm.meet(f"writing {path.name}")
 
 
@@ -89,11 +93,14 @@ def _received(table: list[tuple[str, int, int]], comm: Comm, source: int, dtype:
 
 
 def _lay_out(model: GradiendModel, path: Path) -> dict[str, int]:
+    return lay_out(path, {name: (model.torch_dtype, shape) for name, shape in shapes(model).items()})
+
+
+def lay_out(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
     """Write the header and size the file; returns where each tensor starts."""
-    dtype = model.torch_dtype
     header: dict[str, object] = {}
     offset = 0
-    for name, shape in shapes(model).items():
+    for name, (dtype, shape) in tensors.items():
         end = offset + prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -105,7 +112,8 @@ def _lay_out(model: GradiendModel, path: Path) -> dict[str, int]:
     return {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in header.items()}  # type: ignore[index]
 
 
-def _write(path: Path, mine: Iterator[Piece], offsets: dict[str, int]) -> None:
+def write_pieces(path: Path, mine: Iterable[Piece], offsets: Mapping[str, int]) -> None:
+    """Into a file that was laid out; numbers of the dtype that it was laid out for."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         for piece in mine:

@@ -100,12 +100,15 @@ class Journal(GeneralTracker):
         """Every row is on disk already."""
 
     def go_back(self, known: Iterable[int], seeds: Sequence[int], done: int) -> None:
-        """Keep the rows of `known` seeds, and of `seeds` those up to the step that they go on from."""
+        """Keep the rows of `known` seeds, and of `seeds` those up to the step that they go on from.
+
+        What starts anew evaluates its start again.
+        """
         known = set(known)
 
         def stays(row: dict[str, Any]) -> bool:
             seed = row.get("seed")
-            return seed in known or (seed in seeds and row.get("step", done + 1) <= done)
+            return seed in known or (done > 0 and seed in seeds and row.get("step", done + 1) <= done)
 
         if not self.path.exists():
             return
@@ -152,7 +155,7 @@ class TensorBoardPage:
     def images(self, paths: Mapping[str, Path]) -> None:
         from matplotlib.image import imread
 
-        pictures = {name: imread(path)[None] for name, path in paths.items()}
+        pictures = {name: imread(path)[None, ..., :3] for name, path in paths.items()}  # it takes no transparency
         self.tracker.log_images(pictures, step=self._last_step, dataformats="NHWC")
 
     def model(self, path: Path) -> None:
@@ -236,11 +239,6 @@ class Tracking:
         """By tracker and, where each seed has a page of its own, by seed."""
         self._known: list[int] = []
 
-    @property
-    def by_seed(self) -> bool:
-        """Has each seed a W&B run of its own?"""
-        return self.args.wandb_seed_runs == "grouped" or self.args.only_seed is not None
-
     # --- beginning and end
 
     def reuse(self, seeds: Iterable[int]) -> None:
@@ -258,8 +256,9 @@ class Tracking:
     def _open_pages(self, seeds: Sequence[int]) -> None:
         if self.args.trackers:
             PartialState()  # a single process has none yet, and Accelerate's trackers ask it who they are
+        by_seed = self.args.wandb_seed_runs == "grouped" or self.args.only_seed is not None
         for name in self.args.trackers:
-            owners = seeds if name == "wandb" and self.by_seed and seeds else [None]
+            owners = seeds if name == "wandb" and by_seed and seeds else [None]
             for key in ((name, owner) for owner in owners):
                 if key not in self._pages:
                     self._pages[key] = self._open(*key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.training.plain_values import plain_fields
+
+logger = logging.getLogger(__name__)
 
 # They say which process this is: a saved state may be read by another rank.
 OF_THE_PROCESS = ("is_world_process_zero", "is_local_process_zero")
@@ -37,16 +40,33 @@ class SeedCallbacks:
         return {
             "state": plain_fields(self.state),
             "control": plain_fields(self.control),
-            "callbacks": [plain_fields(callback) for callback in self.callbacks],
+            "callbacks": [[_kind(callback), plain_fields(callback)] for callback in self.callbacks],
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        targets = [
-            (self.state, saved["state"]),
-            (self.control, saved["control"]),
-            *zip(self.callbacks, saved["callbacks"], strict=True),
-        ]
-        for target, fields in targets:
-            for name, value in fields.items():
-                if name not in OF_THE_PROCESS:
-                    setattr(target, name, value)
+        """Each callback as it was, the first of a class as the first of that class was.
+
+        A run may be gone on with by other callbacks: those that are new start as they are.
+        """
+        _set(self.state, saved["state"])
+        _set(self.control, saved["control"])
+        left = list(saved["callbacks"])
+        for callback in self.callbacks:
+            entry = next((entry for entry in left if entry[0] == _kind(callback)), None)
+            if entry is not None:
+                left.remove(entry)
+                _set(callback, entry[1])
+        strange = sorted({kind for kind, fields in left if fields})
+        if strange and self.state.is_world_process_zero:
+            logger.warning("the saved state is of callbacks that are not there any more: %s", ", ".join(strange))
+
+
+def _kind(callback: TrainerCallback) -> str:
+    """By its name alone: the module of a user's script is called otherwise when it is imported."""
+    return type(callback).__qualname__
+
+
+def _set(target: Any, fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        if name not in OF_THE_PROCESS:
+            setattr(target, name, value)

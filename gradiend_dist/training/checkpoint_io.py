@@ -6,12 +6,14 @@ checked name by name before.
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -25,10 +27,16 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.engines.base import Engine
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import UserError, first_line
 from gradiend_dist.space import Slices
 
 TENSORS = "tensors"
+
+# What a pickle of notes or an archive raises that was damaged, or made to do harm.
+UNREADABLE = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, AttributeError, KeyError, IndexError, TypeError),
+    *(ValueError, MemoryError, OverflowError, ImportError, NotImplementedError, RuntimeError),
+)
 
 
 class CutTensor(torch.Tensor):
@@ -150,7 +158,8 @@ def start_saving(engines: Mapping[int, Engine], directory: Path, comm: Comm, gro
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is what we ask for
     future = async_save(
         tensors,
-        storage_writer=FileSystemWriter(directory / TENSORS, single_file_per_rank=True),
+        # Nothing is copied ahead: torch would do so on the thread's current device, which is GPU 0 on every rank.
+        storage_writer=FileSystemWriter(directory / TENSORS, single_file_per_rank=True, per_thread_copy_ahead=0),
         async_stager=AlreadyStaged(),
         process_group=group,
         no_dist=comm.is_alone,
@@ -167,6 +176,56 @@ def wait_for(future: Future[Any]) -> None:
         # One rank's failure, told on all of them: the first is as good as any.
         cause = next(iter(error.failures.values()))[0]
         raise (cause if isinstance(cause, OSError) else OSError(str(cause))) from error
+
+
+class FilePart(io.RawIOBase):
+    """Some bytes of a file, as a file to read."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._place = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence] + offset
+        if self._place < 0:
+            raise OSError("before the start")
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._place)]
+        self._file.seek(self._start + self._place)
+        data = self._file.read(len(view))
+        view[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
+def fault_of_tensors(directory: Path, comm: Comm) -> str | None:
+    """What is wrong with the files that hold tensors; None: nothing that this rank has looked at, which is its share.
+
+    Each tensor lies in an archive of its own, with a checksum that torch writes and does not read. No communication.
+    """
+    path = directory / TENSORS
+    if not path.is_dir():
+        return None  # an engine with a format of its own
+    try:
+        with (path / ".metadata").open("rb") as file:
+            metadata = SafeUnpickler(file).load()
+        for info in sorted(metadata.storage_data.values(), key=str)[comm.rank :: comm.world_size]:
+            with (path / info.relative_path).open("rb") as file:
+                if zipfile.ZipFile(FilePart(file, info.offset, info.length)).testzip() is not None:
+                    return f"{TENSORS}/{info.relative_path} is not as it was written"
+    except UNREADABLE as error:
+        return f"{TENSORS} cannot be read ({first_line(error)})"
+    return None
 
 
 def load_engines(engines: Mapping[int, Engine], directory: Path, comm: Comm) -> None:

@@ -9,7 +9,7 @@ from gradiend_dist.distributed.clock import Clock
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.training.history import Best, SeedRun, chooses_by_loss
 
-# Refinement of a closed form: correlations that differ by less are the same, and the held-out loss decides.
+# After a closed form: correlations that differ by less are the same, and the held-out loss decides.
 SAME_CORRELATION = 0.01
 
 
@@ -34,10 +34,10 @@ class Checkpoints:
 
     def offer_correlation(self, run: SeedRun, step: int, epoch: int, correlation: float) -> None:
         """The step becomes the best one if its correlation is better."""
-        if self.by_loss or (step == 0 and not (self.args.behaviour.step_zero_competes or self.args.starts_trained)):
+        if self.by_loss or (step == 0 and not (self.args.behaviour.step_zero_competes or run.starts_trained)):
             return
         score = abs(correlation)
-        if self.args.keeps_best and not is_better(self.args, run, step, score):
+        if self.args.keeps_best and not is_better(run, step, score):
             return  # without checkpoints the last model is the one that stays
         run.best = Best(score, correlation=correlation, step=step, epoch=epoch, saved=run.best.saved)
         self._save_best(run)
@@ -59,25 +59,25 @@ class Checkpoints:
 
     def offer_closed_form(self, run: SeedRun) -> None:
         """A closed form that took no step has no loss of training: the loss of its own items stands for it."""
-        if self.by_loss and run.best.score is None and self.args.starts_trained and not run.losses:
+        if self.by_loss and run.best.score is None and run.starts_trained and not run.losses:
             loss = run.stats["spectral"]["loss"]
             run.best = Best(None if loss is None else -loss, loss=loss, step=0, epoch=0)
 
     def _save_best(self, run: SeedRun) -> None:
-        if not self.args.keeps_best or (run.best.step == 0 and not self.args.starts_trained):
+        if not self.args.keeps_best or (run.best.step == 0 and not run.starts_trained):
             return
         self.save(run, run.best_path)
         run.best.saved = True
 
 
-def is_better(args: TrainingArguments, run: SeedRun, step: int, score: float) -> bool:
+def is_better(run: SeedRun, step: int, score: float) -> bool:
     """Is the correlation larger than the best one?
 
-    While a closed form is refined, the smaller held-out loss decides among almost equal correlations, and nothing is
-    better whose held-out loss is larger than it was at the start.
+    After a closed form, the smaller held-out loss decides among almost equal correlations, and nothing is better whose
+    held-out loss is larger than it was at the start.
     """
     best, losses = run.best, run.stats.get("held_out_loss", {})
-    if best.score is None or not (args.starts_trained and args.refines and 0 in losses):
+    if best.score is None or not (run.starts_trained and 0 in losses):
         return best.score is None or score > best.score
     highest = max(abs(other) for other in run.stats["scores"].values() if other == other)
     if losses[step] > losses[0] or score < highest - SAME_CORRELATION:

@@ -92,6 +92,7 @@ class Experiment(ExperimentPaths):
 
     def _forget(self) -> None:
         """What was loaded is loaded again: arguments have changed."""
+        self._is_checked = False
         self._data: FeatureData | None = None
         self._session: Session | None = None
         self._inputs: TrainingInputs | None = None
@@ -155,6 +156,11 @@ class Experiment(ExperimentPaths):
 
 class ModelOfExperiment(Experiment):
     """The trained model of an experiment, wherever it is."""
+
+    @property
+    def loaded_model(self) -> ModelWithGradiend | None:
+        """The trained model, if it was loaded. No communication."""
+        return self._trained
 
     def get_model(self) -> ModelWithGradiend:
         """The trained model (loaded once), or a fresh one where nothing was trained yet. All ranks call this."""

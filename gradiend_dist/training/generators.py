@@ -21,6 +21,17 @@ def generator_states() -> dict[str, Any]:
     }
 
 
+def try_generators(saved: Any) -> bool:
+    """Set them, or leave them as they are where this is no state of theirs."""
+    before = generator_states()
+    try:
+        set_generators(saved)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):
+        set_generators(before)
+        return False
+    return True
+
+
 def set_generators(saved: dict[str, Any]) -> None:
     torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
     if saved["cuda"] is not None and torch.cuda.is_available():

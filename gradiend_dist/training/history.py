@@ -16,6 +16,7 @@ from gradiend_dist.distributed.clock import Clock
 from gradiend_dist.engines.base import Engine, GradiendBatch
 from gradiend_dist.errors import NotFinite
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.storage.provenance import without_secrets
 from gradiend_dist.tracking.alerts import alert_text
 from gradiend_dist.training.callbacks import SeedCallbacks
 from gradiend_dist.training.plain_values import plain_fields
@@ -121,6 +122,11 @@ class SeedRun:
     """Steps whose numbers are still on the device: step, what the engine returned, names of the items."""
 
     @property
+    def starts_trained(self) -> bool:
+        """Was the start a closed form, which competes with the steps that follow?"""
+        return "spectral" in self.stats
+
+    @property
     def best_path(self) -> Path:
         return self.output.with_name(f"{self.output.name}_best")
 
@@ -177,7 +183,7 @@ class SeedRun:
         return {
             "training_stats": stats,
             "best_score_checkpoint": self.best.as_dict(by_loss=chooses_by_loss(args)),
-            "training_args": {**args.to_dict(), "seed": args.seed},
+            "training_args": without_secrets(args.to_dict()),  # it is published with the model
             "time": clock.as_dict(),
             "losses": list(self.losses),
             "seed": self.seed,

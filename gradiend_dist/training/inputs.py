@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 from torch import Tensor
@@ -22,8 +21,8 @@ from gradiend_dist.session import Session
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.training.gradient_batches import gradients_fit
 from gradiend_dist.training.history import StepPlan
-from gradiend_dist.training.pruning import pre_prune, pre_prune_by_items, top_over_ranks
-from gradiend_dist.training.spectral import SpectralStart, draw_items
+from gradiend_dist.training.pruning import pre_prune, pre_prune_by_items
+from gradiend_dist.training.spectral import draw_items
 
 # Weights and two moments of encoder, decoder and decoder bias in float32.
 BYTES_PER_ENTRY_AND_SEED = 36
@@ -67,9 +66,6 @@ class TrainingInputs:
             )
         return self._evaluations[key]
 
-    def training_rows(self) -> pd.DataFrame:
-        return self.training.rows
-
     def training_items(self) -> ItemRows:
         """The training rows, tokenized once for all seeds. No communication."""
         if self._items is None:
@@ -80,18 +76,20 @@ class TrainingInputs:
         """The steps of every seed. No communication."""
         return StepPlan.of(self.session.args, self.training.schedule)
 
-    def spectral_items(self, seed: int) -> tuple[list[Item], list[float]]:
-        """The items of training that `seed` draws for a closed form, and the class that the encoder sees in each."""
-        return self._draw(self.training.schedule, self.training_items(), self.session.args.spectral_items, seed)
+    def spectral_items(self, seed: int, *, more: int = 1, larger: int = 1) -> tuple[list[Item], list[float]]:
+        """The items of training that `seed` draws for a closed form, and the class that the encoder sees in each.
+
+        `more` and `larger`: so many times as many, and of so many times as many rows.
+        """
+        args, schedule = self.session.args, self.training.schedule
+        if larger > 1:
+            schedule = make_schedule(self.training.rows, larger * args.train_batch_size, seed=args.data_seed)
+        return self._draw(schedule, self.training_items(), more * args.spectral_items, seed)
 
     def _draw(self, schedule: Schedule, rows: ItemRows, count: int, seed: int) -> tuple[list[Item], list[float]]:
         batches = [schedule.batches[number] for number in draw_items(schedule, rows.labels, count, seed)]
         labels = [self.session.args.seen_label(rows.labels[int(batch[0])]) for batch in batches]
         return [rows.item(batch) for batch in batches], labels
-
-    def spectral_start(self, space: ParameterSpace, seed: int, *, whole_items: bool) -> SpectralStart:
-        items, labels = self.spectral_items(seed)
-        return SpectralStart(self.session.args, self.session.gradients(space), items, labels, whole_items=whole_items)
 
     def held_out(self, space: ParameterSpace) -> HeldOut | None:
         """What the decoder's share of the target is measured on: items like those of training, of the split that
@@ -113,7 +111,7 @@ class TrainingInputs:
         base = self.session.base_gradients(
             self.session.space, slices_by_rank=self.session.spread.inference_slices(self.session.space)
         )
-        keep = pre_prune(base, self.training_rows(), config, seed=seed, behaviour=self.session.args.behaviour)
+        keep = pre_prune(base, self.training.rows, config, seed=seed, behaviour=self.session.args.behaviour)
         return self.session.space.select(keep)
 
     def prunes_by_items(self, config: PrePruneConfig) -> bool:
@@ -181,8 +179,3 @@ class TrainingInputs:
         needed = num_seeds * largest_slice * BYTES_PER_ENTRY_AND_SEED
         devices = dict.fromkeys((self.session.placement.encoder, self.session.placement.decoder))
         return all(needed / len(devices) < self.session.free_on_every_rank(device) / 2 for device in devices)
-
-    def top_weights(self, path: Path, part: str, topk: int) -> list[int]:
-        """Base-global positions of the most important weights of a saved model, each rank looking through its part."""
-        model = self.session.load(path).gradiend
-        return top_over_ranks(self.session.comm, model, part, topk)

@@ -49,7 +49,7 @@ class TrainingLoop:
         # Over several devices, single sections cannot be told apart without waiting.
         model = self.runs[0].model.gradiend
         on_one_gpu = {model.device_encoder, model.device_decoder} == {device} and device.type == "cuda"
-        self.clock = self.comm.clock = batches.clock = Clock(on_gpu=on_one_gpu)
+        self.clock = self.comm.clock = batches.clock = Clock(device if on_one_gpu else None)
         self.learning_rate = LearningRate(args, self.plan.total_steps)
         self.checkpoints = Checkpoints(args, self.comm, self.clock)
         self.evaluator = SeedEvaluator(args, evaluation, held_out, self.checkpoints, tracking, self.comm, self.clock)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -18,7 +19,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.items import Item, ItemRows
-from gradiend_dist.model.entries import count_to_keep, select_entries_to_keep
+from gradiend_dist.model.entries import count_to_keep
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.space import Slices
@@ -27,7 +28,13 @@ logger = logging.getLogger(__name__)
 
 LARGEST_KEY = 2**31 - 1
 
+# Of keys below the largest, as whole digits.
+KEY_BITS = 32
+
 DIGIT_BITS = 16
+
+# Entries that are looked at together; some fifty bytes each are in memory for a moment.
+PIECE = 2**22
 
 
 def pre_prune(
@@ -38,6 +45,7 @@ def pre_prune(
     The mean of single-row gradients is the gradient of the mean of their losses, so one backward pass serves all
     examples of a micro-batch. The mean is taken within each direction, and the sizes are added: a diff changes its
     sign with the direction, and a mean over both would rank highest what does not depend on the feature.
+    All ranks call this.
     """
     seed = config.seed if config.seed is not None else seed
     positions = sample_positions(rows, config.n_samples, seed, by_row_number=behaviour.pre_prune_by_row_number)
@@ -62,7 +70,10 @@ def pre_prune_by_items(
     config: PrePruneConfig,
     behaviour: Behaviour,
 ) -> Tensor:
-    """The same by items of training; `gradient` gives a gradient of the kind that ranks, to be overwritten."""
+    """The same by items of training; `gradient` gives a gradient of the kind that ranks, to be overwritten.
+
+    All ranks call this.
+    """
     pairs = list(zip(items, labels, strict=True))
     groups = [[item for item, label in pairs if label == direction] for direction in (1.0, -1.0)]
     return keep_largest(base, gradient, [group for group in groups if group], config, behaviour)
@@ -75,7 +86,7 @@ def keep_largest(
     config: PrePruneConfig,
     behaviour: Behaviour,
 ) -> Tensor:
-    """Positions of the largest sums of sizes, over all ranks."""
+    """Positions of the largest sums of sizes, over all ranks. All ranks call this."""
     keep = select_over_ranks(
         base.comm,
         base.slices,
@@ -92,7 +103,7 @@ def keep_largest(
 
 
 def post_prune(model: ModelWithGradiend, config: PostPruneConfig, comm: Comm) -> None:
-    """Shrink a trained model, or this rank's part of it, to its most important weights."""
+    """Shrink a trained model, or this rank's part of it, to its most important weights. All ranks call this."""
     before, gradiend = len(model), model.gradiend
     keep = select_over_ranks(
         comm,
@@ -119,45 +130,95 @@ def select_over_ranks(
     """`select_entries_to_keep` where each rank knows the importance of its part; the result is the same on all ranks.
 
     The k-th largest value is found digit by digit from counts of what every rank has: a few thousand numbers travel,
-    whatever n is, and the result is exact.
+    whatever n is, and the result is exact. Besides the result there is memory for a piece of the part at a time.
+    All ranks call this, unless the slices are whole.
     """
-    if slices.is_whole:
-        return select_entries_to_keep(
-            slices.total, mask=mask, threshold=threshold, topk=topk, importance=importance, in_float32=in_float32
-        )
     check_topk("topk", topk)
-    candidates = torch.arange(slices.size) if mask is None else slices.take(mask.cpu()).nonzero().squeeze(1)
-    if threshold is not None:
-        candidates = candidates[importance[candidates] >= threshold]
-    remaining = _count(comm, candidates)
+    if slices.is_whole:
+        comm = Comm()  # every rank has all of it, and finds the same
+    candidates = Candidates(slices, importance, None if mask is None else slices.take(mask.cpu()), threshold)
+    remaining = _total(comm, candidates.count())
     if topk is not None and not (isinstance(topk, float) and topk == 1.0):
         k = count_to_keep(topk, remaining, in_float32=in_float32)
         if k < remaining:
-            candidates = _largest_over_ranks(comm, slices, importance, candidates, k)
-    keep = comm.concatenate(slices.positions(candidates))
+            _leave_the_largest(comm, candidates, k)
+    keep = comm.concatenate(candidates.positions())
     if not keep.numel():
         largest = comm.largest(importance.max().item() if importance.numel() else 0.0)[0]
         raise UserError(
             f"Pruning with threshold={threshold} keeps nothing, the largest importance is {largest:.3g}: lower it, or "
             "widen the mask."
         )
-    return keep.sort().values
+    # Parts one behind the other are in order already.
+    return keep if bool((keep[1:] > keep[:-1]).all()) else keep.sort().values
 
 
-def _largest_over_ranks(comm: Comm, slices: Slices, importance: Tensor, candidates: Tensor, k: int) -> Tensor:
-    """The candidates among the k most important of all ranks; ties at the k-th place go to the lowest positions."""
-    # The bits of non-negative floats, read as integers, are in the order of the floats.
-    keys = LARGEST_KEY - importance[candidates].float().contiguous().view(torch.int32).long()
-    last = kth_smallest(comm, keys, k)
-    above, tied = candidates[keys < last], candidates[keys == last]
-    room = k - _count(comm, above)
-    positions = slices.positions(tied)
-    last_position = kth_smallest(comm, positions, room)
-    return torch.cat([above, tied[positions <= last_position]]).sort().values
+@dataclass
+class Candidates:
+    """This rank's entries that may be kept, found anew in pieces of its part: there may be too many to list."""
+
+    slices: Slices
+    importance: Tensor
+    mask: Tensor | None
+    """Of the part."""
+    threshold: float | None
+    last: tuple[int, int] | None = None
+    """Key of the least important ones that are kept, and the last position of those."""
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(places in the part, keys: the smaller, the more important) of one piece after the other."""
+        for start in range(0, len(self.importance), PIECE):
+            values = self.importance[start : start + PIECE]
+            places = torch.arange(start, start + len(values), device=values.device)
+            if self.mask is not None:
+                allowed = self.mask[start : start + PIECE]
+                values, places = values[allowed], places[allowed]
+            if self.threshold is not None:
+                allowed = values >= self.threshold
+                values, places = values[allowed], places[allowed]
+            # The bits of non-negative floats, read as integers, are in the order of the floats.
+            keys = LARGEST_KEY - values.float().contiguous().view(torch.int32).long()
+            if self.last is not None:
+                key, position = self.last
+                kept = (keys < key) | ((keys == key) & (self.slices.positions(places) <= position))
+                places, keys = places[kept], keys[kept]
+            yield places, keys
+
+    def keys(self) -> Iterator[Tensor]:
+        for _, keys in self.pieces():
+            yield keys
+
+    def positions_of(self, key: int) -> Iterator[Tensor]:
+        for places, keys in self.pieces():
+            yield self.slices.positions(places[keys == key])
+
+    def count(self) -> int:
+        everything = self.mask is None and self.threshold is None and self.last is None
+        return len(self.importance) if everything else sum(len(keys) for keys in self.keys())
+
+    def positions(self) -> Tensor:
+        """In the whole vector, of all of them."""
+        found = [self.slices.positions(places) for places, _ in self.pieces()]
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+
+
+def _leave_the_largest(comm: Comm, candidates: Candidates, k: int) -> None:
+    """Leave the k most important of all ranks; ties at the k-th place go to the lowest positions.
+
+    All ranks call this.
+    """
+    key, above, tied = kth_smallest(comm, candidates.keys, k, num_bits=KEY_BITS)
+    position = candidates.slices.total
+    if above + tied > k:
+        position, _, _ = kth_smallest(comm, lambda: candidates.positions_of(key), k - above)
+    candidates.last = key, position
 
 
 def top_over_ranks(comm: Comm, model: ParamMappedGradiendModel, part: str, topk: int) -> list[int]:
-    """Base-global positions of the most important entries, most important first, where each rank has its part."""
+    """Base-global positions of the most important entries, most important first, where each rank has its part.
+
+    All ranks call this.
+    """
     importance = model.get_weight_importance(part)
     best = torch.sort(importance, descending=True, stable=True).indices[:topk]
     mine = list(zip((-importance[best]).tolist(), model.slices.positions(best).tolist(), strict=True))
@@ -166,28 +227,37 @@ def top_over_ranks(comm: Comm, model: ParamMappedGradiendModel, part: str, topk:
     return model.space.base_global(torch.tensor(positions, dtype=torch.int64)).tolist()
 
 
-def kth_smallest(comm: Comm, keys: Tensor, k: int) -> int:
-    """The k-th smallest (from 1) of all ranks' non-negative 64-bit keys."""
-    found = 0
-    for shift in range(48, -1, -DIGIT_BITS):
-        digits = (keys >> shift) & (2**DIGIT_BITS - 1)
-        counts = comm.total_on_host(torch.bincount(digits, minlength=2**DIGIT_BITS))
-        below = counts.cumsum(0)
-        digit = int(torch.searchsorted(below, k))
-        k -= int(below[digit] - counts[digit])
+def kth_smallest(
+    comm: Comm, pieces: Callable[[], Iterable[Tensor]], k: int, *, num_bits: int = 64
+) -> tuple[int, int, int]:
+    """The k-th smallest (from 1) of all ranks' non-negative 64-bit keys; how many are smaller, and how many the same.
+
+    `pieces` hands out this rank's keys, once for every digit. All ranks call this.
+    """
+    found = smaller = same = 0
+    for shift in range(num_bits - DIGIT_BITS, -1, -DIGIT_BITS):
+        counts = torch.zeros(2**DIGIT_BITS, dtype=torch.int64)
+        for keys in pieces():
+            digits = keys >> shift
+            begun = digits[(digits >> DIGIT_BITS) == found]
+            counts += torch.bincount(begun & (2**DIGIT_BITS - 1), minlength=2**DIGIT_BITS).cpu()
+        below = comm.total_on_host(counts).cumsum(0)
+        digit = int(torch.searchsorted(below, k - smaller))
+        same = int(counts[digit])
+        smaller += int(below[digit]) - same
         found = (found << DIGIT_BITS) | digit
-        keys = keys[digits == digit]
-    return found
+    return found, smaller, same
 
 
-def _count(comm: Comm, entries: Tensor) -> int:
-    return int(comm.total_on_host(torch.tensor([entries.numel()])))
+def _total(comm: Comm, count: int) -> int:
+    return int(comm.total_on_host(torch.tensor([count])))
 
 
 def sum_of_sizes(base: BaseGradients, gradient: Callable[[Item], Tensor], groups: Sequence[Sequence[Item]]) -> Tensor:
     """Mean over the groups of |mean gradient of the group's items|, on the host.
 
     The device holds one item's gradient, which is overwritten, and of a group of several their mean.
+    All ranks call this.
     """
     total: Tensor | None = None
     for group in groups:

@@ -23,6 +23,7 @@ from gradiend_dist.training.inputs import TrainingInputs
 from gradiend_dist.training.loop import TrainingLoop
 from gradiend_dist.training.places import Places
 from gradiend_dist.training.pruning import post_prune
+from gradiend_dist.training.seed_start import SeedStart
 from gradiend_dist.training.seeds import convergence_info, judge
 from gradiend_dist.training.state import StateKeeper
 
@@ -93,17 +94,15 @@ class GroupTraining:
         was computed, is as it was.
         """
         session, args = self.session, self.args
-        filled = args.starts_trained and not (args.supervised_encoder or args.supervised_decoder)
+        start = SeedStart(args, self.inputs, session.gradients(space), seed, whole_items=whole_items)
+        solved, stats = start.closed_form(), {}
+        filled = solved is not None and not (args.supervised_encoder or args.supervised_decoder)
         model = session.new_model(space, seed, drawn=not filled)
-        stats: dict[str, Any] = {}
-        rates = None
-        if args.looks_at_items:
-            start = self.inputs.spectral_start(space, seed, whole_items=whole_items)
-            if args.starts_trained:
-                stats["spectral"] = start.fill(model.gradiend)
-            if args.refines:
-                rates = start.measured().rates()
-                stats["rates"] = vars(rates)
+        if solved is not None:
+            stats["spectral"] = solved.fill(model.gradiend)
+        rates = start.rates() if args.refines else None
+        if rates is not None:
+            stats["rates"] = vars(rates)
         engine = session.spread.make_engine(model.gradiend, StepOptions.of(args, rates))
         callbacks = SeedCallbacks(args, model, self.callbacks)
         run = SeedRun(seed, model, engine, self.places.seed(seed, args), callbacks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from gradiend_dist.config.checks import require
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.distributed.peers import PeerLost
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
-from gradiend_dist.storage.files import read_json
+from gradiend_dist.storage.files import read_object
 from gradiend_dist.storage.fingerprint import reusable
-from gradiend_dist.storage.layout import SEED_REPORT, TRAINING
+from gradiend_dist.storage.layout import SEED_REPORT
+from gradiend_dist.storage.sums import file_sum
 from gradiend_dist.tracking.tracking import Tracking
 from gradiend_dist.training import promotion, seeds
 from gradiend_dist.training.gradient_batches import gradients_fit
 from gradiend_dist.training.inputs import TrainingInputs
 from gradiend_dist.training.places import Places
+from gradiend_dist.training.pruning import top_over_ranks
 from gradiend_dist.training.run_summary import seed_summary, track_results
 from gradiend_dist.training.seed_group import GroupTraining
 from gradiend_dist.training.seeds import SeedResult
@@ -72,7 +75,7 @@ class SeedTraining:
         self.session.budget_bytes = self.keeper.run.store_bytes
         with self._tracking() as tracking:
             try:
-                trains = not self.keeper.run.promoted
+                trains = self.keeper.run.promoted is None
                 results = self._train_all(tracking) if trains else self._results_of_report(tracking)
                 if self.args.only_seed is None:
                     self._finish(results)
@@ -105,6 +108,7 @@ class SeedTraining:
         all_seeds = [self.args.first_seed + i for i in range(self.args.max_seeds)]
         if self.args.only_seed is not None:
             all_seeds = [self.args.only_seed]
+        self.keeper.run.forget_damaged(lambda seed: self.places.seed(seed, self.args))
         cached = [s for s in all_seeds if s in self.keeper.run.seeds_done or self._is_reusable(s)]
         to_train = [s for s in all_seeds if s not in cached]
         if self.args.select_only:
@@ -118,7 +122,7 @@ class SeedTraining:
                 group = to_train if together else [seed]
                 later = [s for s in to_train if s > group[-1]]
                 records.update(self.group.train(group, tracking, more_follow=bool(later)))
-                self.keeper.finish_seeds(group)
+                self.keeper.finish_seeds({one: self.places.seed(one, self.args) for one in group})
             result = self._result(seed, records.get(seed), results)
             results.append(result)
             converged = "converged" if result.verdict.converged else "did not converge"
@@ -137,9 +141,9 @@ class SeedTraining:
 
         def read() -> list[SeedResult]:
             results = []
-            for entry in read_json(self.places.seeds / SEED_REPORT)["runs"]:
+            for entry in self._own_report()["runs"]:
                 path = self.places.seed(entry["seed"], self.args)
-                record = read_json(path / TRAINING)
+                record = seeds.read_record(path)
                 verdict = seeds.judge(record, self.args, among_seeds=True)
                 correlation = entry["eval_correlation"]
                 results.append(SeedResult(entry["seed"], path, record, entry["trained"], verdict, correlation))
@@ -149,6 +153,19 @@ class SeedTraining:
         tracking.reuse(result.seed for result in results)
         tracking.begin([], 0)
         return results
+
+    @property
+    def _report_path(self) -> Path:
+        return self.places.seeds / SEED_REPORT
+
+    def _own_report(self) -> dict[str, Any]:
+        """Rank 0 alone: the report on the seeds, as this run has written it."""
+        report = read_object(self._report_path)
+        require(
+            file_sum(self._report_path) == self.keeper.run.promoted,
+            f"{self._report_path} is damaged: pass --resume false to start anew.",
+        )
+        return report
 
     def _is_reusable(self, seed: int) -> bool:
         path = self.places.seed(seed, self.args)
@@ -180,34 +197,46 @@ class SeedTraining:
         path, several = self.places.seed(seed, self.args), self.args.max_seeds > 1
         trained = record is not None
         if record is None:
-            record = self.comm.first(f"reading {path}", lambda: read_json(path / TRAINING))
+            record = self.comm.first(f"reading {path}", lambda: seeds.read_record(path))
         result = SeedResult(seed, path, record, trained, seeds.judge(record, self.args, among_seeds=several))
         if several and self.args.evaluates and seeds.wants_selection_evaluation(result, earlier, self.args):
             result.eval_correlation = self._selection_correlation(result)
         return result
 
     def _selection_correlation(self, result: SeedResult) -> float:
-        """The correlation that seeds are compared by: of the saved model, on more rows than in training."""
+        """The correlation that seeds are compared by: of the saved model, on more rows than in training.
+
+        From no gradient that was kept: which ones are depends on what the process has done before, and the last digits
+        of an encoding on the way that it is computed; a near tie must not depend on where a run was interrupted.
+        """
+        kept = self.keeper.run.selection_score(result.seed)
+        if kept is not None:
+            return kept
         max_size = self.args.seed_selection_eval_max_size or self.args.encoder_eval_max_size
         model, split = self.session.load(result.output).gradiend, self.session.data.evaluation_split()
-        gradients = self.session.gradients_for_encoding(model.space, repeated=False)
+        gradients = self.session.gradients_at_rest(model.space)
         evaluation = EncoderEvaluation.of(
             self.session, gradients, split, max_size, source=self.args.source, repeated=False
         )
         with torch.no_grad():
             correlation: float = evaluation.metrics(Encoder.of(self.session, model))["correlation"]
+        self.keeper.run.keep_selection_score(result.seed, correlation)
         return correlation
 
     def _finish(self, results: list[SeedResult]) -> None:
         """Promote the best seed and write the reports; the promoted model is complete before anything is deleted."""
         args, places = self.args, self.places
         best = results[self.comm.decide(results.index(seeds.select_best(results, args)[0]))]
-        if args.max_seeds > 1 and not self.keeper.run.promoted:
-            stability = seeds.topk_stability(results, args, self.inputs.top_weights)
+        if args.max_seeds > 1 and self.keeper.run.promoted is None:
+            stability = seeds.topk_stability(
+                results,
+                args,
+                lambda path, part, topk: top_over_ranks(self.comm, self.session.load(path).gradiend, part, topk),
+            )
             self.comm.first(
                 "promoting the best seed", lambda: promotion.promote(results, best, args, places, stability)
             )
-            self.keeper.run.mark_promoted()
+            self.keeper.run.update(promoted=self.comm.first("promoting", lambda: file_sum(self._report_path)))
 
         def clear_away() -> None:
             if args.max_seeds > 1:

@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.distributed.messages import sendable
 from gradiend_dist.errors import UserError
+from gradiend_dist.storage.files import read_object
+from gradiend_dist.storage.layout import TRAINING
+from gradiend_dist.training.plain_values import misfit
 
 logger = logging.getLogger(__name__)
 
 
+@sendable
 @dataclass(frozen=True)
 class Verdict:
     """Did a run converge, by which numbers, and if not, why not."""
@@ -27,6 +32,7 @@ class Verdict:
     reason: str
 
 
+@sendable
 @dataclass
 class SeedResult:
     seed: int
@@ -47,6 +53,16 @@ class SeedResult:
     @property
     def selection_score(self) -> float | None:
         return self.eval_correlation if self.eval_correlation is not None else self.training_score
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What a seed's directory says about its training."""
+    record = read_object(path / TRAINING)
+    best = {"correlation": None, "global_step": None}
+    wrong = misfit(record, {"training_stats": {}, "losses": [], "best_score_checkpoint": best}, TRAINING)
+    if wrong is not None:
+        raise UserError(f"{path / TRAINING} is damaged ({wrong}): remove {path} to train the seed again.")
+    return record
 
 
 def judge(record: dict[str, Any], args: TrainingArguments, *, among_seeds: bool) -> Verdict:

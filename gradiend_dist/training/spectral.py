@@ -30,6 +30,7 @@ from torch import Tensor
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.data.schedule import Schedule
 from gradiend_dist.data.splits import stream
+from gradiend_dist.distributed.messages import sendable
 from gradiend_dist.engines.base import Rates
 from gradiend_dist.errors import UserError
 from gradiend_dist.gradients.items import Item
@@ -115,6 +116,7 @@ def _rms(gram: Tensor, n: int) -> float:
     return float((gram.diagonal().mean() / n).sqrt())
 
 
+@sendable
 @dataclass(frozen=True)
 class ClosedForm:
     """Encoder and decoder as weighted sums of the items' vectors."""
@@ -127,6 +129,17 @@ class ClosedForm:
     offset: Tensor | None
     """[k]: bd = offset @ Y."""
     facts: dict[str, Any]
+
+    @property
+    def holds(self) -> bool:
+        """Does the leading component stand out, and is it the feature?"""
+        gap = self.facts["gap"]
+        return self.is_feature and (gap is None or gap >= LEAST_GAP)
+
+    @property
+    def is_feature(self) -> bool:
+        found = self.facts["label_correlation"]
+        return found is not None and abs(found) >= LEAST_LABEL_CORRELATION
 
 
 class SpectralStart:
@@ -150,18 +163,36 @@ class SpectralStart:
         self._measured: Measured | None = None
 
     def measured(self) -> Measured:
-        """The first pass, made once."""
+        """The first pass, made once. All ranks call this."""
         if self._measured is None:
             self._measured = self._measure()
         return self._measured
 
-    def fill(self, model: GradiendModel) -> dict[str, Any]:
-        """Put the closed form into a model, or into this rank's part of one; returns what training.json says of it."""
+    def solve(self) -> ClosedForm:
+        """The closed form of these items. All ranks call this."""
         measured = self.measured()
         form = self.comm.first(
             "the closed form", lambda: solve(measured.sources, measured.targets, self.labels, measured.n, self.args)
         )
-        self._tell(form.facts)
+        shown = ", ".join(
+            f"{name.replace('_', ' ')} {form.facts[name]:.4f}"
+            for name in ("gap", "label_correlation", "explained")
+            if form.facts[name] is not None
+        )
+        logger.info("spectral start from %d items: %s", form.facts["items"], shown)
+        return form
+
+    def warn(self, form: ClosedForm) -> None:
+        """Say where the theory does not hold. No communication."""
+        if self.comm.is_first:
+            for warning in warnings(form.facts, self.labels, self.args):
+                logger.warning("spectral start: %s", warning)
+
+    def fill(self, model: GradiendModel, form: ClosedForm) -> dict[str, Any]:
+        """Put the closed form into a model, or into this rank's part of one; returns what training.json says of it.
+
+        All ranks call this.
+        """
         self._sum_up(model, form)
         return form.facts
 
@@ -187,14 +218,17 @@ class SpectralStart:
         )
 
     def _vectors(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """(number, vectors by kind) of each item; those that are not kept are overwritten by the next."""
+        """(number, vectors by kind) of each item; those that are not kept are overwritten by the next.
+
+        All ranks go through it together.
+        """
         if self.whole_items:
             self.gradients.prepare(self.items, self.args.trained_kinds)
         for number, item in enumerate(self.items):
             yield number, self.gradients.get(item, self.args.trained_kinds, keep=True)
 
     def _sum_up(self, model: GradiendModel, form: ClosedForm) -> None:
-        """The second pass: weighted sums, straight into the model's tensors."""
+        """The second pass: weighted sums, straight into the model's tensors. All ranks call this."""
         bias = model.decoder_bias_vector
         if form.encoder is not None:
             assert form.bias is not None
@@ -216,17 +250,6 @@ class SpectralStart:
                 column.add_(target, alpha=float(weights[number]))
             if form.offset is not None and bias is not None:
                 bias.add_(target, alpha=float(form.offset[number]))
-
-    def _tell(self, facts: dict[str, Any]) -> None:
-        shown = ", ".join(
-            f"{name.replace('_', ' ')} {facts[name]:.4f}"
-            for name in ("gap", "label_correlation", "explained")
-            if facts[name] is not None
-        )
-        logger.info("spectral start from %d items: %s", facts["items"], shown)
-        if self.comm.is_first:
-            for warning in warnings(facts, self.labels, self.args):
-                logger.warning("spectral start: %s", warning)
 
 
 def solve(

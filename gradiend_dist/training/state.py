@@ -15,7 +15,6 @@ ones are deleted after that.
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -30,12 +29,13 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Interrupt, Preempted
 from gradiend_dist.engines.base import Engine
 from gradiend_dist.errors import UserError
-from gradiend_dist.storage.files import explained, link_tree, new_directory, read_json, write_json
+from gradiend_dist.storage.files import explained, link_tree, new_directory, read_json, remove, write_json
 from gradiend_dist.storage.layout import SAVE_TRIGGER, STATE_COMPLETE, STATE_PROGRESS
+from gradiend_dist.storage.sums import damage, holdings
 from gradiend_dist.storage.visibility import everyone_sees, is_shared
-from gradiend_dist.training.checkpoint_io import load_engines, start_saving, wait_for
-from gradiend_dist.training.generators import generator_states, set_generators
-from gradiend_dist.training.plain_values import read_plain, write_plain
+from gradiend_dist.training.checkpoint_io import fault_of_tensors, load_engines, start_saving, wait_for
+from gradiend_dist.training.generators import generator_states, try_generators
+from gradiend_dist.training.plain_values import misfit, read_plain, write_plain
 from gradiend_dist.training.unfinished_run import UnfinishedRun
 
 logger = logging.getLogger(__name__)
@@ -108,21 +108,28 @@ class StateKeeper:
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.comm.timeout))
             if not resume:
                 self.close()
-        self.run.open(depends_on, engine=engine, store_bytes=store_bytes)
+        if not self.run.open(depends_on, engine=engine, store_bytes=store_bytes) and self.directory is not None:
+            self.comm.first("clearing states of an unknown run", self._clear)
 
-    def finish_seeds(self, seeds: Sequence[int]) -> None:
-        """They are trained and their models are written: their states are not needed any more."""
+    def finish_seeds(self, outputs: Mapping[int, Path]) -> None:
+        """They are trained and their models are written there: their states are not needed any more."""
         if self.directory is not None:
             self._finish_saving()
-            self.run.mark_seeds_done(seeds)
-            self.comm.first("clearing the state of finished seeds", self._delete_steps)
+            self.run.finish_seeds(outputs)
+            self.comm.first("clearing the state of finished seeds", self._clear)
+
+    def _clear(self) -> None:
+        """Rank 0 alone."""
+        assert self.directory is not None, "only a run with a directory saves states"
+        for path in [*self._steps(), *self.directory.glob(".step_*")]:
+            remove(path)
 
     def close(self) -> None:
         """The run is finished, or is not to be gone on with."""
         if self.directory is not None:
             self._finish_saving()
             directory = self.directory
-            self.comm.first("removing the state", lambda: shutil.rmtree(directory, ignore_errors=True))
+            self.comm.first("removing the state", lambda: remove(directory))
 
     def after_step(self, loop: Resumable, step: int) -> None:
         """Save where it is time to, where someone asked, and before a stop."""
@@ -198,31 +205,24 @@ class StateKeeper:
     def _complete(self, saving: Saving, final: Path) -> None:
         """Rank 0 alone."""
         with explained(final):
-            files = sorted(item for item in saving.partial.rglob("*") if item.is_file())
-            sizes = {str(path.relative_to(saving.partial)): path.stat().st_size for path in files}
-            write_json(saving.partial / STATE_COMPLETE, {"world_size": self.comm.world_size, "sizes": sizes})
-            shutil.rmtree(final, ignore_errors=True)
+            facts = {"world_size": self.comm.world_size, "files": holdings(saving.partial)}
+            write_json(saving.partial / STATE_COMPLETE, facts)
+            remove(final)
             saving.partial.rename(final)
         for old in self._steps()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
 
     def _steps(self) -> list[Path]:
         """The saved states, oldest first. No communication."""
         assert self.directory is not None, "only a run with a directory saves states"
         return sorted(self.directory.glob("step_*"))
 
-    def _delete_steps(self) -> None:
-        """Rank 0 alone."""
-        assert self.directory is not None, "only a run with a directory saves states"
-        for path in [*self._steps(), *self.directory.glob(".step_*")]:
-            shutil.rmtree(path, ignore_errors=True)
-
     def load(self, loop: Resumable) -> int:
-        """Bring the loop to the newest complete state of its seeds; returns its step, 0 where there is none."""
+        """Bring the loop to the newest sound state of its seeds; returns its step, 0 where there is none."""
         self._next_look, self._last_look = 0, (0, time.monotonic())  # steps are counted anew for these seeds
         if self.directory is None:
             return 0
-        for path in self.comm.first("looking for a state", lambda: _complete_states(self._steps())):
+        for path in self.comm.first("looking for a state", lambda: _sound_states(self._steps())):
             step = self._try_to_load(loop, path)
             if step is not None:
                 self._last_look = (step, time.monotonic())
@@ -231,52 +231,77 @@ class StateKeeper:
         return 0
 
     def _try_to_load(self, loop: Resumable, path: Path) -> int | None:
-        """The step of this state, or None where it is not of the loop's seeds or not visible to all ranks."""
-        progress = None
+        """The step of this state, or None where it is not of the loop's seeds, not visible to all ranks, or damaged.
+
+        Nothing of the loop is touched before all of the state is known to be sound.
+        """
+        progress: Any = None
         if everyone_sees(path / STATE_PROGRESS, self.comm):
             progress = read_plain(path / STATE_PROGRESS)
-        if progress is None or progress["seeds"] != list(loop.engines):
+        if progress is None or (isinstance(progress, dict) and progress.get("seeds") != list(loop.engines)):
+            return None
+        wrong = _fault_of_progress(progress, loop.progress(0), path) or fault_of_tensors(path, self.comm)
+        generators = path / f"generators_{self.comm.rank}.json"
+        if wrong is None and generators.is_file() and not try_generators(read_plain(generators)):
+            wrong = f"{generators.name} holds no states of generators"  # of this rank: it may not have been there then
+        faults = [fault for fault in self.comm.gather(wrong) if fault is not None]
+        if faults:
+            if self.comm.is_first:
+                _pass_over(path, faults[0])
             return None
         load_engines(loop.engines, path, self.comm)
         loop.restore(progress)
         self.comm.first("restoring the best checkpoints", lambda: _restore_best(loop.best_paths, path))
-        generators = path / f"generators_{self.comm.rank}.json"
-        if generators.is_file():  # not of a rank that there was not then
-            set_generators(read_plain(generators))
         return int(progress["step"])
 
 
 def _make_empty(path: Path) -> None:
     with explained(path):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
         path.mkdir(parents=True)
 
 
-def _complete_states(paths: Sequence[Path]) -> list[Path]:
-    """Newest first. An incomplete or truncated one is reported and passed over."""
-    complete = []
+def _sound_states(paths: Sequence[Path]) -> list[Path]:
+    """Newest first, as far as rank 0 can tell alone: files that are as they were written."""
+    sound = []
     for path in reversed(paths):
         reason = _damage(path)
         if reason is None:
-            complete.append(path)
+            sound.append(path)
         else:
-            logger.warning("the state %s is passed over: %s", path, reason)
-    return complete
+            _pass_over(path, reason)
+    return sound
+
+
+def _pass_over(path: Path, reason: str) -> None:
+    logger.warning("the state %s is passed over: %s", path, reason)
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a state; None: it is complete."""
+    """What is wrong with the files of a state; None: nothing."""
     if not (path / STATE_COMPLETE).is_file():
         return "it is incomplete"
     try:
-        sizes = read_json(path / STATE_COMPLETE)["sizes"]
+        return damage(path, read_json(path / STATE_COMPLETE)["files"])
     except (UserError, KeyError, TypeError):
         return f"{STATE_COMPLETE} cannot be read"
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != size:
-            return f"{name} is missing or has another size"
-    return None
+
+
+def _fault_of_progress(progress: Any, form: dict[str, Any], path: Path) -> str | None:
+    """What in a progress is not as a loop would have written it after this step; None: nothing."""
+    wrong = misfit(progress, form, STATE_PROGRESS)
+    if wrong is None and f"step_{progress['step']:08d}" != path.name:
+        wrong = f"{STATE_PROGRESS}.step"
+    of_others: dict[str, Any] = {
+        "stats": {},
+        "state": {},
+        "control": {},
+    }  # what is in these depends on callbacks as well
+    for run, expected in zip([] if wrong else progress["runs"], form["runs"], strict=False):
+        wrong = wrong or misfit(run, {**expected, **of_others}, f"{STATE_PROGRESS}.runs")
+    if wrong is None and len(progress["runs"]) != len(form["runs"]):
+        wrong = f"{STATE_PROGRESS}.runs"
+    return None if wrong is None else f"{wrong} is not what it should be"
 
 
 def _restore_best(best_paths: Mapping[int, Path], path: Path) -> None:

@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from torch import Tensor
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.space import ParameterSpace
-from gradiend_dist.storage.files import explained, jsonable, read_json, write_json
+from gradiend_dist.storage.files import explained, jsonable, read_json, remove, write_json
 from gradiend_dist.storage.layout import STATE_RUN, STATE_SPACE
+from gradiend_dist.storage.sums import damage, file_sum, holdings
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
+
+SUM = "sum"
+"""Under this name in run.json: a checksum of all else."""
 
 
 class UnfinishedRun:
@@ -36,17 +41,17 @@ class UnfinishedRun:
         self._spaces: dict[str, ParameterSpace] = {}
         """Not written yet."""
 
-    def open(self, depends_on: dict[str, Any], *, engine: str, store_bytes: int) -> None:
-        """Begin, or go on with what is there.
+    def open(self, depends_on: dict[str, Any], *, engine: str, store_bytes: int) -> bool:
+        """Begin, or go on with what is there: True.
 
         What a run depends on must be as it was; a difference is told by its name. `store_bytes` depends on what else
         the machine does, and decides which gradients are kept: the run goes on with what it had.
         """
         if self.directory is None:
             self._values = {"store_bytes": store_bytes}
-            return
+            return False
         path = self.directory / STATE_RUN
-        before = self.comm.first("looking for an unfinished run", lambda: read_json(path) if path.is_file() else None)
+        before = self.comm.first("looking for an unfinished run", lambda: _read(path))
         # Engines of one family read each other's state.
         family = "zero" if engine == "zero" else "slices"
         wanted = {"format": FORMAT, "engine": family, "depends_on": jsonable(depends_on)}
@@ -56,16 +61,16 @@ class UnfinishedRun:
                 before.update(world_size=self.comm.world_size, store_bytes=store_bytes)
             self._values = before
             logger.info("going on with the unfinished run in %s", self.directory)
-            return
+            return True
         name = _tracker_run_id(self.directory, wanted["depends_on"])
         own = {"world_size": self.comm.world_size, "store_bytes": store_bytes, "tracker_run_id": name}
-        self._values = self.comm.decide({**wanted, **own, "seeds_done": [], "promoted": False})
+        begun: dict[str, Any] = {"seeds_done": [], "promoted": None, "selection": {}, "finished": {}, "spaces": {}}
+        self._values = self.comm.decide({**wanted, **own, **begun})
+        return False
 
     def _require_same(self, before: dict[str, Any], wanted: dict[str, Any]) -> None:
         where = f"{self.directory} holds an unfinished run"
         remedy = "pass the same, another experiment_dir, or --resume false to start anew"
-        if before.get("format") != FORMAT:
-            raise UserError(f"{where} of another version: pass another experiment_dir, or --resume false.")
         then, now = before["depends_on"], wanted["depends_on"]
         for name in sorted(then.keys() | now.keys()):
             if then.get(name) != now.get(name):
@@ -82,7 +87,8 @@ class UnfinishedRun:
             directory.mkdir(parents=True, exist_ok=True)
             for name, space in self._spaces.items():
                 _write_space(directory, name, space)
-            write_json(directory / STATE_RUN, self._values)
+                self._values["spaces"][name] = file_sum(directory / f"{name}_{STATE_SPACE}")
+            write_json(directory / STATE_RUN, {**self._values, SUM: _sum_of(self._values)})
 
         with explained(directory):
             self.comm.first("writing the state of the run", write)
@@ -108,17 +114,48 @@ class UnfinishedRun:
         return int(self._values["store_bytes"])
 
     @property
-    def promoted(self) -> bool:
-        return bool(self._values.get("promoted"))
+    def promoted(self) -> int | None:
+        """Where the best seed is promoted: the checksum of the report on the seeds."""
+        found: int | None = self._values.get("promoted")
+        return found
 
-    def mark_seeds_done(self, seeds: Sequence[int]) -> None:
-        if self.directory is not None:
-            self._values["seeds_done"] = [*self.seeds_done, *seeds]
-            self.write()
+    def finish_seeds(self, outputs: Mapping[int, Path]) -> None:
+        """These seeds are done; a later part of the run wants to find there what is there now. All ranks call this."""
+        found = self.comm.first("looking at finished seeds", lambda: {s: holdings(path) for s, path in outputs.items()})
+        finished = {**self._values.get("finished", {}), **{str(seed): held for seed, held in found.items()}}
+        self.update(seeds_done=[*self.seeds_done, *outputs], finished=finished)
 
-    def mark_promoted(self) -> None:
+    def forget_damaged(self, path_of: Callable[[int], Path]) -> None:
+        """Finished seeds whose files are not as they were are not finished. All ranks call this."""
+
+        def look() -> list[int]:
+            damaged = []
+            for seed in self.seeds_done:
+                path = path_of(seed)
+                reason = damage(path, self._values["finished"].get(str(seed)))
+                if reason is None:
+                    continue
+                if path.exists():  # else it was not needed, and dropped
+                    logger.warning("seed %d is trained again: in %s, %s", seed, path, reason)
+                    remove(path)
+                damaged.append(seed)
+            return damaged
+
+        damaged = self.comm.first("looking at finished seeds", look)
+        self._values["seeds_done"] = [seed for seed in self.seeds_done if seed not in damaged]
+
+    def selection_score(self, seed: int) -> float | None:
+        """By which an earlier part of this run has compared the seed with others."""
+        score: float | None = self._values.get("selection", {}).get(str(seed))
+        return score
+
+    def keep_selection_score(self, seed: int, score: float) -> None:
+        self.update(selection={**self._values.get("selection", {}), str(seed): score})
+
+    def update(self, **values: Any) -> None:
+        """Note how far the run has come: `seeds_done` or `promoted`. All ranks call this."""
         if self.directory is not None:
-            self._values["promoted"] = True
+            self._values.update(values)
             self.write()
 
     def keep_space(self, name: str, space: ParameterSpace) -> None:
@@ -129,16 +166,36 @@ class UnfinishedRun:
         """The space that an earlier part of this run has pruned."""
         if self.directory is None:
             return None
-        path = self.directory / f"{name}_{STATE_SPACE}"
-        if not self.comm.decide(path.is_file()):
+        path, expected = self.directory / f"{name}_{STATE_SPACE}", self._values.get("spaces", {}).get(name)
+        if expected is None:
             return None
         weights = None
         if self.comm.is_first or path.is_file():
             with contextlib.suppress(SafetensorError, OSError, ValueError):
-                weights = _read_space(path)
+                weights = _read_space(path) if file_sum(path) == expected else None
+        if self.comm.is_first and weights is None:
+            logger.warning("%s is damaged: pruning again", path)
         if not self.comm.all_agree(weights is not None):
             weights = self.comm.decide(weights)
         return None if weights is None else ParameterSpace(weights)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content of run.json, as it was written; None: there is none."""
+    if not path.exists():
+        return None
+    values = read_json(path)
+    if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
+        where = f"{path.parent} holds an unfinished run of another version"
+        raise UserError(f"{where}: pass another experiment_dir, or --resume false.")
+    if not isinstance(values, dict) or values.pop(SUM, None) != _sum_of(values):
+        raise UserError(f"{path} is damaged: pass --resume false to start anew, or another experiment_dir.")
+    return values
+
+
+def _sum_of(values: dict[str, Any]) -> int:
+    as_read = json.loads(json.dumps(jsonable(values)))
+    return zlib.crc32(json.dumps(as_read, sort_keys=True).encode())
 
 
 def _tracker_run_id(directory: Path, depends_on: dict[str, Any]) -> str:

@@ -15,18 +15,16 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-import tiny
 import torch
 import transformers
-import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stage import LEFT_OUT, PREFIX, WORDS, Changes, Stage, assert_says, content, refusal
 
 from gradiend_dist import (
     PostPruneConfig,
@@ -39,141 +37,6 @@ from gradiend_dist.commands import train
 from gradiend_dist.storage import model_dir, weight_file
 
 ROOT = Path(__file__).resolve().parents[2]
-PREFIX = "gradiend-dist train: error: "
-LEFT_OUT = object()
-WORDS = {"M": "he", "F": "she", "N": "they"}
-SPLITS = ["train"] * 4 + ["validation", "test"]
-
-Changes = dict[str, Any]
-
-
-@dataclass
-class Stage:
-    """A good command and all that it reads and writes; a case changes one thing of it."""
-
-    root: Path
-    changes: Changes = field(default_factory=dict)
-    """To the good configuration; LEFT_OUT removes a line."""
-    flags: list[str] = field(default_factory=list)
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def runs(self) -> Path:
-        return self.root / "runs"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "run.yaml"
-
-    def command(self) -> list[str]:
-        """The command line; its configuration file is written here, unless the case brought its own."""
-        good = {
-            "model": str(self.model),
-            "data": str(self.data),
-            "experiment_dir": str(self.runs),
-            "target_classes": ["M", "F"],
-            "train_batch_size": 2,
-            "max_steps": 3,
-            "eval_steps": 2,
-            "max_seeds": 1,
-            "learning_rate": 1e-3,
-        }
-        values = {name: value for name, value in {**good, **self.changes}.items() if value is not LEFT_OUT}
-        if not self.config.exists():
-            self.config.write_text(yaml.safe_dump(values))
-        return ["--config", str(self.config), *self.flags]
-
-    def edit_class(self, name: str, edit: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
-        edit(pd.read_csv(self.data / f"{name}.csv")).to_csv(self.data / f"{name}.csv", index=False)
-
-    def edit_all(self, edit: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
-        for name in WORDS:
-            self.edit_class(name, edit)
-
-    def edit_json(self, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
-        values = json.loads((self.model / name).read_text())
-        edit(values)
-        (self.model / name).write_text(json.dumps(values))
-
-    def edit_weights(self, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-        tensors = load_file(self.model / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, self.model / "model.safetensors", metadata={"format": "pt"})
-
-
-def frame(name: str) -> pd.DataFrame:
-    subjects = ["man", "woman", "nurse", "doctor", "old man", "old woman"]
-    rows = [f"the {subject} said that [MASK] was tired ." for subject in subjects]
-    return pd.DataFrame({"masked": rows, "label": WORDS[name], "split": SPLITS})
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A masked and a causal base model of a few thousand weights."""
-    root = tmp_path_factory.mktemp("models")
-    for family, tokenizer in (("bert", tiny.wordpiece_tokenizer()), ("gpt2", tiny.byte_level_tokenizer())):
-        tiny.base_model(family, len(tokenizer)).save_pretrained(root / family)
-        tokenizer.save_pretrained(root / family)
-    return root
-
-
-@pytest.fixture
-def stage(models: Path, tmp_path: Path) -> Stage:
-    """Fresh copies, and an experiment directory that holds an earlier result."""
-    shutil.copytree(models / "bert", tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    for name in WORDS:
-        frame(name).to_csv(tmp_path / "data" / f"{name}.csv", index=False)
-    earlier = tmp_path / "runs" / "model"
-    earlier.mkdir(parents=True)
-    (earlier / "config.json").write_text('{"architecture": {}, "mapping": {}}')
-    (earlier / "model.safetensors").write_bytes(b"the weights of an earlier run")
-    (tmp_path / "runs" / "run_config.yaml").write_text("seed: 17\n")
-    return Stage(tmp_path)
-
-
-@pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever loads weights now does it in vain: the input was known to be wrong."""
-
-    def from_pretrained(*_args: Any, **_options: Any) -> None:
-        raise AssertionError("the base model was loaded before the input was checked")
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", from_pretrained)
-
-
-def content(directory: Path) -> dict[str, bytes | None]:
-    """Every file below a directory with its bytes; directories with None."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
-        for path in sorted(directory.rglob("*"))
-    }
-
-
-def refusal(stage: Stage, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run the command, which must be refused; the sentence that it says."""
-    command = stage.command()
-    before = content(stage.runs)
-    code = train.main(command)
-    written = capsys.readouterr()
-    lines = written.err.splitlines()
-    assert code == 2, written.err
-    assert len(lines) == 1 and lines[0].startswith(PREFIX), written.err
-    assert written.out == ""
-    assert content(stage.runs) == before, "the experiment directory was changed"
-    return lines[0].removeprefix(PREFIX)
-
-
-def assert_says(sentence: str, fragments: tuple[str, ...]) -> None:
-    missing = [fragment for fragment in fragments if fragment not in sentence]
-    assert not missing, f"{missing} is not in: {sentence}"
 
 
 def test_stage__without_a_change_is_a_good_command(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,11 +87,12 @@ ARGUMENTS: list[tuple[str, Changes, tuple[str, ...]]] = [
         (f"{name} infinite", {name: float("inf")}, (f"{name}=inf", "finite number"))
         for name in ("weight_decay", "adam_epsilon", "gradient_store_gib", "convergent_score_threshold")
     ),
-    ("max_steps zero", {"max_steps": 0}, ("max_steps=0", "-1 to use num_train_epochs")),
+    ("max_steps zero", {"max_steps": 0, "initialization": "random"}, ("max_steps=0", "-1 to use num_train_epochs")),
     ("decay of auto", {"learning_rate": "auto", "weight_decay": 0.1}, ("weight_decay=0.1", "learning_rate=auto")),
+    ("moments of 8 bits", {"optim": "adamw_8bit", "moments_dtype": "bfloat16"}, ("moments_dtype", "leave one of them")),
     ("epsilon of auto", {"learning_rate": "auto", "adam_epsilon": 1e-4}, ("adam_epsilon=0.0001", "leave adam_epsilon")),
-    ("spectral items one", {"learning_rate": "auto", "spectral_items": 1}, ("spectral_items=1", "at least 2")),
-    ("spectral items few", {"learning_rate": "auto", "spectral_items": 3, "latent_dim": 3}, ("spectral_items=3", "4")),
+    ("spectral items one", {"initialization": "spectral", "spectral_items": 1}, ("spectral_items=1", "at least 2")),
+    ("spectral items few", {"initialization": "spectral", "spectral_items": 1, "latent_dim": 3}, ("spectral_items=1",)),
     ("initialization unknown", {"initialization": "spektral"}, ("initialization='spektral'", "random, spectral")),
     ("max_steps negative", {"max_steps": -5}, ("max_steps=-5", "-1 to use num_train_epochs")),
     ("beta1 one", {"adam_beta1": 1.0}, ("adam_beta1=1.0", "0.9")),
@@ -299,7 +163,7 @@ ARGUMENTS: list[tuple[str, Changes, tuple[str, ...]]] = [
         ("seeds_in_parallel", "compat", "pre_prune_config.seed"),
     ),
     ("device that is not there", {"device": "cuda:7"}, ("device=cuda:7", "GPUs", "another device")),
-    ("device nonsense", {"device": "gpu"}, ("device=gpu", "cpu or cuda:0")),
+    ("device nonsense", {"device": "gnu"}, ("device=gnu", "cpu or cuda:0")),
     ("device of the decoder", {"device_decoder": "cuda:7"}, ("device_decoder=cuda:7", "GPUs")),
     ("device of another kind", {"device": "meta"}, ("device=meta", "cpu or a CUDA device")),
     ("params unmatched", {"params": ["nothing.*"]}, ("'nothing.*'", "bert.embeddings.word_embeddings.weight")),
@@ -776,7 +640,7 @@ def test_disk_full__in_the_middle_is_one_line_and_costs_no_model(
     """While a checkpoint is written, or the promoted model. What was promoted before stays, and so does the best
     checkpoint of this run; half-written directories do not."""
 
-    write = weight_file._write
+    write = weight_file.write_pieces
 
     def fail(path: Path, *rest: Any) -> None:
         if path.parent.name.startswith(f".{at}.partial"):
@@ -789,7 +653,7 @@ def test_disk_full__in_the_middle_is_one_line_and_costs_no_model(
         write_json(path, *rest, **options)
 
     write_json = model_dir.write_json
-    monkeypatch.setattr(weight_file, "_write", fail)
+    monkeypatch.setattr(weight_file, "write_pieces", fail)
     monkeypatch.setattr(model_dir, "write_json", fail_json)  # a promoted model's weights are linked, not written
     before = content(stage.runs / "model")
     assert train.main(stage.command()) == 2

@@ -16,6 +16,8 @@ import transformers
 import yaml
 
 import gradiend_dist
+import gradiend_dist.trainer as trainer_module
+import gradiend_dist.training.inputs as inputs_module
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, __main__
 from gradiend_dist.commands import train
 from gradiend_dist.config.pruning import PostPruneConfig
@@ -28,19 +30,20 @@ config dry_run
 model data hf_dataset hf_subset hf_splits dataset_trust_remote_code run_id target_classes all_classes masked_col
 label_col label_class_col alternative_col alternative_class_col use_class_names_as_columns split_col split_group_col
 split_train_ratio split_val_ratio split_test_ratio max_counterfactuals_per_sentence random_state eval_neutral_data
-eval_neutral_additional_excluded_words eval_neutral_max_rows img_format img_dpi
+eval_neutral_additional_excluded_words eval_neutral_max_rows second_neutral_data img_format img_dpi
 
 add_identity_for_other_classes class_merge_map class_merge_transition_groups mask_placeholder
 
 params prediction_objective latent_dim activation_encoder activation_decoder bias_decoder torch_dtype bf16 fp16
-trust_remote_code device device_encoder device_decoder device_base_model encoder_decoder_same_device
+trust_remote_code gradient_checkpointing attn_implementation tf32
+device device_encoder device_decoder device_base_model encoder_decoder_same_device
 ddp_timeout use_cached_gradients gradient_store_gib
 
 source target train_batch_size base_gradient_batch_size base_micro_batch_size gradiend_batch_size
 gradient_accumulation_steps train_max_size max_length num_train_epochs max_steps
 initialization spectral_items learning_rate lr_scheduler_type
-warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon optim max_grad_norm supervised_encoder
-supervised_decoder normalize_gradiend
+warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon optim moments_dtype triton_kernels
+max_grad_norm supervised_encoder supervised_decoder normalize_gradiend
 
 decoder_eval_targets decoder_eval_restrict_to_target_classes decoder_eval_prob_on_other_class
 decoder_eval_export_row_wise_csv decoder_eval_ignore_tokens decoder_eval_lms_max_samples decoder_eval_lrs
@@ -320,6 +323,26 @@ def test_run__its_configuration_is_complete_and_says_the_version(finished: Path)
     assert sorted(yaml.safe_load(text)) == sorted(set(FLAGS) - {"config", "dry_run"})
 
 
+def test_run__without_a_step_leaves_its_configuration(tmp_path: Path, inputs: dict[str, Any]) -> None:
+    """Fails if it is written by the first step alone: evaluate and rewrite read it."""
+    values = {**inputs, "initialization": "spectral", "max_steps": 0, "experiment_dir": str(tmp_path / "start")}
+    assert train.main(written(tmp_path, values)) == 0
+    assert yaml.safe_load((tmp_path / "start" / "run_config.yaml").read_text())["max_steps"] == 0
+
+
+def test_run__checks_once_and_builds_one_schedule(
+    tmp_path: Path, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the command and `train()` both check, or if the order of the rows is built again for the steps."""
+    calls = []
+    for module, name in ((trainer_module, "check_before_training"), (inputs_module, "make_schedule")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, real=real, name=name, **k: (calls.append(name), real(*a, **k))[1])
+    values = {**inputs, "do_eval": False, "max_seeds": 1, "max_steps": 1, "experiment_dir": str(tmp_path / "once")}
+    assert train.main(written(tmp_path, values)) == 0
+    assert calls.count("check_before_training") == 1 and calls.count("make_schedule") <= 2, "training and held-out rows"
+
+
 def test_run__equals_the_same_run_in_python(tmp_path: Path, finished: Path, inputs: dict[str, Any]) -> None:
     values = {name: value for name, value in inputs.items() if name not in ("model", "data", "target_classes")}
     args = TrainingArguments(**values, experiment_dir=str(tmp_path / "runs"))
@@ -379,7 +402,8 @@ def test_console__refuses_an_unknown_subcommand(capsys: pytest.CaptureFixture[st
     assert __main__.main(["trian"]) == 2
     written_lines = capsys.readouterr().err.splitlines()
     assert len(written_lines) == 1
-    assert "gradiend-dist: error: 'trian'" in written_lines[0] and "train, evaluate, rewrite, demo" in written_lines[0]
+    assert "gradiend-dist: error: 'trian'" in written_lines[0]
+    assert "train, evaluate, rewrite, apply, demo" in written_lines[0]
 
 
 def test_console__train_is_the_training_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,11 +62,11 @@ def test_rewrite__saves_the_selected_model(run_dir, tmp_path, capsys):
 
 @pytest.mark.parametrize("scaling", ["tensor", "curvature"])
 def test_scaling__is_that_of_the_selected_model(scaling, run_dir, tmp_path, capsys):
-    flags = [*QUICK, "--scaling", scaling]
+    flags = ["--lrs", "1e-6", "1e-7", "--max_size", "20", "--scaling", scaling]  # larger ones destroy the model
     assert evaluate.main([str(run_dir), *flags, "--parts", "decoder", "--plot", "false"]) == 0
     kept = sorted(path.name for path in (run_dir / "decoder").iterdir())
     assert (
-        sum(name.startswith(scaling) for name in kept) == 4
+        sum(name.startswith(f"{scaling}_split_test_max_20") for name in kept) == 4
         and f"base_{scaling}_split_test_max_20_neutral_20.json" in kept
     )
     capsys.readouterr()
@@ -86,7 +86,7 @@ def test_rewrite__at_a_given_point_scores_nothing_and_keeps_the_dtype(run_dir, m
     shutil.copytree(run_dir, run)
     for name in ("run_config.yaml", "model/config.json"):
         (run / name).write_text((run / name).read_text().replace(str(masked_lm), str(half)))
-    monkeypatch.setattr("gradiend_dist.evaluation.grid.ModelScores", None)
+    monkeypatch.setattr("gradiend_dist.evaluation.decoder_evaluation.ModelScores", None)
     flags = ["--target_class", "M", "--weaken", "true", "--learning_rate", "0.5"]
     assert rewrite.main([str(run), *flags, "--output_dir", str(tmp_path / "new")]) == 0
     base, new = (AutoModelForMaskedLM.from_pretrained(path, dtype="auto") for path in (half, tmp_path / "new"))
@@ -127,7 +127,7 @@ def test_rewrite__at_a_given_point_scores_nothing_and_keeps_the_dtype(run_dir, m
                      "--feature_factor", "1"], "does not make F strengthened"),
         ("rewrite", ["{run}", "--target_class", "F", "--output_dir", "{new}", "--learning_rate", "1", "--part",
                      "decoder-bias", "--feature_factor", "1"], "no effect on part=decoder-bias"),
-        ("evaluate", ["{run}", "--parts", "decoder", "--max_size", "0"], "max_size_training_like=0 must be at least 1"),
+        ("evaluate", ["{run}", "--parts", "decoder", "--max_size", "0"], "max_size=0 must be positive"),
     ],
 )  # fmt: skip
 def test_wrong_input__is_one_line(command, flags, words, run_dir, masked_lm, tmp_path, capsys):
@@ -147,3 +147,35 @@ def test_help__ends_well(capsys):
         with pytest.raises(SystemExit) as end:
             __main__.main([command, "--help"])
         assert end.value.code == 0 and f"gradiend-dist {command} RUN_DIR" in capsys.readouterr().out
+
+
+def test_delta__applied_is_the_rewritten_model(run_dir, tmp_path, capsys):
+    step = ["--target_class", "F", "--learning_rate", "0.05", "--scaling", "curvature"]
+    for form in ("model", "delta"):
+        assert rewrite.main([str(run_dir), *step, "--as", form, "--output_dir", str(tmp_path / form)]) == 0
+    assert f"delta         {tmp_path / 'delta'}" in capsys.readouterr().out
+    wanted = AutoModelForMaskedLM.from_pretrained(tmp_path / "model").state_dict()
+    for strength, same in (("1", True), ("0.5", False)):
+        output = tmp_path / f"applied_{strength}"
+        flags = ["--strength", strength, "--output_dir", str(output)]
+        assert __main__.main(["apply", str(tmp_path / "delta"), *flags]) == 0
+        found = AutoModelForMaskedLM.from_pretrained(output).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()) == same
+    assert "| strength | 0.5 times that |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "DELTA is missing"),
+        (["nowhere", "--output_dir", "x"], "nowhere holds no delta"),
+        (["nowhere"], "output_dir is missing"),
+        (["nowhere", "--output_dir", "x", "--strength", "nan"], "strength=nan is not finite"),
+        (["nowhere", "--output_dir", "x", "--dtype", "int8"], "dtype='int8' is not known"),
+    ],
+)
+def test_apply__of_wrong_input_is_one_line(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main(["apply", *flags]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1 and not list(tmp_path.iterdir())

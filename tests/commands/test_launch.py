@@ -84,6 +84,95 @@ def test_job_script__asks_slurm_for_a_warning_and_to_be_queued_again(name: str) 
         line.split(maxsplit=1)[1] for line in (LAUNCH / name).read_text().splitlines() if line.startswith("#SBATCH")
     ]
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@180", "--ntasks-per-node=1"} <= set(asked)
+    assert {"--cpus-per-task=8", "--mem=64G"} <= set(asked)  # many sites give one CPU to 8 ranks where nobody asks
+
+
+def stand_ins(tmp_path: Path, **scripts: str) -> Path:
+    """Commands of these names, which do as told."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    for name, text in scripts.items():
+        (directory / name).write_text(f"#!/bin/bash\n{text}\n")
+        (directory / name).chmod(0o755)
+    return directory
+
+
+def test_train_sbatch__gives_a_node_its_cpus_and_its_ranks_what_nccl_and_the_allocator_read(tmp_path: Path) -> None:
+    """Fails if srun is left with one CPU for all ranks, or nothing tells in which collective a rank was lost."""
+    commands = stand_ins(tmp_path, scontrol="printf 'n1\\nn2\\n'", srun="env")
+    environment = {
+        "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "12", "SLURM_NTASKS_PER_NODE": "2",
+        "GRADIEND_DIST_HOME": str(ROOT), "SLURM_SUBMIT_DIR": str(tmp_path),
+    }  # fmt: skip
+    found = subprocess.run(
+        ["bash", str(LAUNCH / "train.sbatch"), "--log_dir", str(tmp_path / "logs"), "--", "x"],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    seen = dict(line.partition("=")[::2] for line in found.stdout.splitlines() if "=" in line)
+    assert seen["SRUN_CPUS_PER_TASK"] == "24" and seen["FIRST_NODES"].split() == ["n1", "n2"]
+    assert seen["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert seen["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "true" and int(seen["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert seen["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/logs/7/0/nccl_rank_"
+
+
+ABORTED = "  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 4711)"
+STOPPED = "  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 4711)\n  exitcode  : 1 (pid: 4712)"
+
+
+@pytest.mark.parametrize(
+    ("code", "launcher", "outcome", "again"),
+    [
+        (1, ABORTED, "", True),  # NCCL's watchdog
+        (137, "", "", True),  # a single process, by the kernel
+        (1, STOPPED, "", False),  # an error of a user's
+        (1, ABORTED, "failed 2", False),  # told before it died
+    ],
+)
+def test_train_sbatch__a_rank_that_ends_by_a_signal_is_a_lost_one(
+    tmp_path: Path, code: int, launcher: str, outcome: str, again: bool
+) -> None:
+    """Fails if a job is not queued again after a rank that could not say why it ended."""
+    (tmp_path / "told").write_text(launcher)
+    commands = stand_ins(
+        tmp_path,
+        scontrol=f"[[ $1 == requeue ]] && echo queued >{tmp_path}/queued || echo n1",
+        srun=f'cp {tmp_path}/told "$RANK_LOGS/launcher_0.err"\n'
+        f'printf "{outcome}" >"$GRADIEND_DIST_OUTCOME"\nexit {code}',
+        squeue="echo RUNNING",
+        sleep="exit 0",
+    )
+    environment = {
+        "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n1", "GRADIEND_DIST_HOME": str(ROOT), "SLURM_SUBMIT_DIR": str(tmp_path),
+    }  # fmt: skip
+    script = ["bash", str(LAUNCH / "train.sbatch"), "--log_dir", str(tmp_path / "logs"), "--", "x"]
+    found = subprocess.run(
+        script, env={**os.environ, **environment}, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert found.returncode != 0 and (tmp_path / "queued").exists() is again, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(("own", "expected"), [("127.0.1.1", "ib0"), ("10.0.0.1", "")])
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_node__listens_where_the_way_to_another_node_begins(tmp_path: Path, own: str, expected: str, node: str) -> None:
+    """Fails if gloo listens on loopback where the host's name means that, or is told otherwise where it does not."""
+    other = "n2" if node == "0" else "n1"
+    commands = stand_ins(
+        tmp_path,
+        getent=f"[[ $2 == {other} ]] && echo '10.0.0.9 {other}' || echo '{own} here'",
+        ip="echo '10.0.0.9 dev ib0 src 10.0.0.1 uid 0'",
+    )
+    environment = {
+        "PATH": f"{commands}:{os.environ['PATH']}", "RANK_LOGS": str(tmp_path), "SLURM_NODEID": node,
+        "SLURM_JOB_NUM_NODES": "2", "RANKS_PER_NODE": "1", "FIRST_NODES": "n1 n2 ", "GLOO_SOCKET_IFNAME": "",
+    }  # fmt: skip
+    found = subprocess.run(
+        ["bash", str(LAUNCH / "node.sh"), "env", "-u", "NONE", "sh", "-c", "echo =$GLOO_SOCKET_IFNAME=", "--", ""],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert f"={expected}=" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,7 +257,8 @@ def test_submit__is_one_sbatch_of_the_job_script(config: Path) -> None:
     )
     slurm, rest = found[: found.index(f"{ROOT}/launch/train.sbatch")], found[found.index("--engine") :]
     assert slurm == [
-        *("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=8", "--time=8:00:00", "--mem=0", "--job-name=exp"),
+        *("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=8", "--time=8:00:00", "--cpus-per-task=64", "--mem=0"),
+        "--job-name=exp",
         *("--exclusive", "--mail-type=END"),
     ]
     assert rest[2:] == ["--log_dir", str(Path("logs").absolute()), "--", "--config", str(config), "--max_steps", "7"]
@@ -211,9 +301,15 @@ def test_submit__of_an_array_shows_both_jobs_without_submitting(
         (["--sbatch_options='--x"], "cannot be read (No closing quotation)"),
         (["--parallel", "2"], "parallel=2 belongs to an array"),
         (["--seeds", "1"], "seeds=1 is no array"),
-        (["--", "--max_steps", "0"], "max_steps=0 trains nothing"),
+        (["--", "--max_steps", "0", "--initialization", "random"], "max_steps=0 trains nothing"),
         (["--", "--experiment_dir", "null"], "experiment_dir is not set"),
         (["--nonsense", "1"], "--nonsense"),
+        (["--time", "8 hours"], "time='8 hours' is not in a form of Slurm"),
+        (["--mem", "lots"], "mem='lots' is not in a form of Slurm"),
+        (["--mem=-4G"], "mem='-4G' is not in a form of Slurm"),
+        (["--seeds", "100000"], "seeds=100000 is no array of 2 to 1000"),
+        (["--seeds", "9", "--", "--seed", str(2**32 - 1)], "end above 2^32"),
+        (["--log_dir", "x" * 300], "log_dir="),
     ],
 )
 def test_submit__tells_what_is_wrong_before_it_waits_in_a_queue(
@@ -222,6 +318,40 @@ def test_submit__tells_what_is_wrong_before_it_waits_in_a_queue(
     assert submit.main(["--config", str(config), *arguments]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("gradiend-dist submit: error: ") and says in said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("M F\nF F\n", "line 2 names 'F' twice"),
+        ("M F\n\nM F N\n", "line 3 is not two classes"),
+        ("# classes\n", "holds no pair"),
+        ("M F\nM,F\n", "has the pair M F twice"),
+        ("M F\nM Q\n", "'Q' is not in the data"),
+        ("M F\r\nM X\r\n", "'X' is not in the data"),
+        ("\ud800", "cannot be read"),
+    ],
+)
+def test_submit__reads_the_pairs_and_looks_for_them_in_the_data(
+    text: str, says: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of an array would find it out hours later."""
+    (tmp_path / "pairs").write_bytes(text.encode(errors="surrogatepass"))
+    (tmp_path / "d").mkdir()
+    for name in "MF":
+        (tmp_path / "d" / f"{name}.csv").write_text("masked,label,split\n[MASK] left,he,train\n")
+    command = ["--config", str(config), "--pairs", str(tmp_path / "pairs"), "--", "--data", str(tmp_path / "d")]
+    assert submit.main(command) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_seed_array__reads_pairs_of_another_system(tmp_path: Path) -> None:
+    """Line ends of Windows must not become part of a class, which no job would find in the data."""
+    (tmp_path / "pairs").write_bytes(b"M F\r\n\r\nF,N\r\n")
+    script = ["bash", ROOT / "launch" / "seed_array.sbatch", "--pairs", "pairs", "--experiment_dir", "all"]
+    found = run(*script, "--dry_run", "--", "x", directory=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "--array=0-1" in found.stdout
 
 
 def test_submit__without_slurm_says_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,3 +419,22 @@ def test_sync__leaves_alone_what_a_job_is_writing_and_tells_what_it_could_not_up
         file.touch()
         found = run("bash", LAUNCH / "sync_wandb.sh", directory=tmp_path, **variables)
         assert found.returncode == 0 and "0 uploaded, 0 left" in found.stdout
+
+
+def test_submit__warns_as_long_before_the_end_as_the_state_needs(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a state of many GiB has the three minutes of a small one; shares of a node follow its GPUs."""
+    assert not any(word.startswith("--signal") for word in submitted("--config", config))
+    monkeypatch.setattr(submit, "BYTES_PER_SECOND", 1000)
+    model = config.parent / "config.json"
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 9,
+        "vocab_size": 99,
+    }
+    model.write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **sizes}))
+    found = submitted("--config", config, "--gpus-per-node", 4, "--", "--model", model.parent)
+    assert {"--cpus-per-task=32", "--mem=256G"} <= set(found)
+    (signal,) = [word for word in found if word.startswith("--signal=B:USR1@")]
+    assert int(signal.partition("@")[2]) > submit.SECONDS_TO_STOP

@@ -12,11 +12,12 @@ import torch
 from transformers import LlamaConfig
 
 from gradiend_dist.__main__ import main
-from gradiend_dist.commands.plan import base_of, needs_of, skeleton_of
+from gradiend_dist.commands.plan import needs_of
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import place
 from gradiend_dist.engines.base import StepOptions
 from gradiend_dist.engines.sliced import SlicedEngine
+from gradiend_dist.forecast import base_of
 from gradiend_dist.gradients.buckets import Buckets
 from gradiend_dist.memory import (
     DEEPSPEED_BUCKET,
@@ -36,6 +37,7 @@ from gradiend_dist.memory import (
     zero,
 )
 from gradiend_dist.memory import Run as PlannedRun
+from gradiend_dist.model.base import skeleton_of
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Slices
 
@@ -55,7 +57,8 @@ def config_file(tmp_path):
 
 
 def llama_base(**changes):
-    return base_of(skeleton_of(LlamaConfig(**{**LLAMA, **changes}), "llama"), None, "bfloat16")
+    skeleton = skeleton_of(LlamaConfig(**{**LLAMA, **changes}), "llama", None)
+    return base_of(skeleton, ParameterSpace.of_model(skeleton), 2)
 
 
 def planned(base, topk=1.0, **head):
@@ -95,7 +98,7 @@ def test_bucket_sizes__are_those_of_the_reduction():
 
 def test_base_of__counts_the_weights_of_the_real_model():
     model = tiny.base_model("llama", 57)
-    base = base_of(model, None, "float32")
+    base = base_of(model, ParameterSpace.of_model(model), 4)
     assert base.total == sum(p.numel() for p in model.parameters())
     assert base.n == ParameterSpace.of_model(model).size
     layer = model.model.layers[0]
@@ -106,7 +109,7 @@ def test_base_of__counts_the_weights_of_the_real_model():
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_fsdp_part__is_what_rank_0_gets_of_every_weight(world_size):
     base = llama_base()
-    skeleton = skeleton_of(LlamaConfig(**LLAMA), "llama")
+    skeleton = skeleton_of(LlamaConfig(**LLAMA), "llama", None)
     weights = ParameterSpace.of_model(skeleton).weights
     parts = [torch.empty(w.shape, device="meta").chunk(world_size)[0].numel() for w in weights]
     assert fsdp_part(base, world_size) == sum(parts)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gradiend_dist.commands import summary as report
+from gradiend_dist.report.records import Seed
 
 
 def record(
@@ -40,14 +41,15 @@ def record(
     ],
 )
 def test_table__explained_share_of_the_limit_stands_beside_the_correlation(given: Any, words: str) -> None:
-    cells = dict(zip(report._header(given), report._row(True, given, 3), strict=True))
+    seed = Seed.of_record(3, given)
+    cells = dict(zip(report._header(seed), report._row(True, seed, 3), strict=True))
     assert cells["explains"] == words
     assert list(cells)[3:5] == ["correlation", "explains"]
     assert (cells["seed"], cells["correlation"], cells[""]) == ("3", "0.9700", "<- selected")
 
 
 def test_table__closed_form_alone_has_no_loss_and_stays_narrow() -> None:
-    given = record({"0": 0.79}, 0.8, step=0)
-    lines = report.table(report._header(given), [report._row(True, given, 3)]).splitlines()
+    seed = Seed.of_record(3, record({"0": 0.79}, 0.8, step=0))
+    lines = report.table(report._header(seed), [report._row(True, seed, 3)]).splitlines()
     assert re.split("  +", lines[2]) == ["3", "yes", "0", "0.9700", "79 % of 80 %", "-", "-", "<- selected"]
     assert max(map(len, lines)) <= 100

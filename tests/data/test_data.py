@@ -328,7 +328,7 @@ def test_splits__are_ordered_and_choose_the_evaluation_split(given, splits, eval
 
 def test_evaluation_split__must_have_a_known_name():
     with pytest.raises(UserError, match="only the splits dev"):
-        load({name: frame(name, ["x"], splits=["dev"]) for name in "ab"}).evaluation_split()
+        load({name: frame(name, [name], splits=["dev"]) for name in "ab"}).evaluation_split()
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_random_split__fills_every_split_and_keeps_the_order(n, ratios, counts):
 
 
 def test_random_split__follows_the_seed():
-    given = {name: frame(name, ["x"], 20, None) for name in "ab"}
+    given = {name: frame(name, [f"{name}x"], 20, None) for name in "ab"}
     splits = [load(given, split_col=None, random_state=1, seed=seed).table["split"].tolist() for seed in (0, 0, 1)]
     assert splits[0] == splits[1] != splits[2]
 
@@ -607,7 +607,7 @@ def test_data__incomplete_class_is_explained(tmp_path):
 
 def test_data__class_files_are_all_files_but_lists_of_incomplete_classes(tmp_path):
     for name in ("a", "b", "x_incomplete_classes"):
-        write(frame(name, ["x"]), tmp_path / f"{name}.csv")
+        write(frame(name, [f"{name}x"]), tmp_path / f"{name}.csv")
     (tmp_path / "notes.md").write_text("no data")
     assert load(tmp_path).all_classes == ("a", "b")
 

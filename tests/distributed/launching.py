@@ -106,9 +106,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(started, GRACE_SECONDS)
 
 
-def python(script: str | Path, *arguments: object, limit: float = 180.0) -> Ended:
+def python(
+    script: str | Path, *arguments: object, environment: Mapping[str, str] | None = None, limit: float = 180.0
+) -> Ended:
     """A script in one process."""
-    return run([sys.executable, str(script), *map(str, arguments)], limit=limit)
+    return run([sys.executable, str(script), *map(str, arguments)], environment=environment, limit=limit)
 
 
 def torchrun(

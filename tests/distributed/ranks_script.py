@@ -30,6 +30,7 @@ from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.storage import weight_file
 from gradiend_dist.storage.weight_file import read_weights, write_weights
+from gradiend_dist.training import pruning as pruning_module
 from gradiend_dist.training.pruning import kth_smallest, select_over_ranks, top_over_ranks
 
 # Epsilon is above gradients that are nothing but rounding, see test_world_size.py.
@@ -48,6 +49,7 @@ def cut(n: int, comm: Comm, *, interleaved: bool) -> Slices:
 # --- pruning
 
 
+@patch.object(pruning_module, "PIECE", 100)
 def pruning(comm: Comm, _results: Path) -> list[dict[str, Any]]:
     """`select_over_ranks` beside `select_entries_to_keep`, for all that a selection can be."""
     return [*_selections(comm), *_tops(comm), *_kths(comm), *_refusals(comm)]
@@ -105,12 +107,17 @@ def _kths(comm: Comm) -> Iterator[dict[str, Any]]:
     for k in (1, 2, 20, len(keys)):
         yield {
             "name": f"{k}-th smallest",
-            "ours": kth_smallest(comm, shared, k),
-            "theirs": int(keys.sort().values[k - 1]),
+            "ours": kth_smallest(comm, lambda: shared.split(3), k),
+            "theirs": _kth(keys, k),
         }
     copies = comm.world_size - 1
-    found = kth_smallest(comm, mine, copies * 3)
-    yield {"name": "one rank has no key", "ours": found, "theirs": int(keys.sort().values[2])}
+    found = kth_smallest(comm, lambda: [mine], copies * 3)
+    yield {"name": "one rank has no key", "ours": found, "theirs": _kth(keys.repeat(copies), copies * 3)}
+
+
+def _kth(keys: Tensor, k: int) -> tuple[int, int, int]:
+    found = int(keys.sort().values[k - 1])
+    return found, int((keys < found).sum()), int((keys == found).sum())
 
 
 def _refusals(comm: Comm) -> Iterator[dict[str, Any]]:

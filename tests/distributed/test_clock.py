@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from gradiend_dist.distributed import clock as clock_module
 from gradiend_dist.distributed.clock import SECTIONS, Clock
@@ -88,7 +89,8 @@ def test_gpu__is_timed_by_events_that_are_read_when_somebody_asks(monkeypatch: p
         def __init__(self, *, enable_timing: bool) -> None:
             assert enable_timing
 
-        def record(self) -> None:
+        def record(self, stream: str) -> None:
+            assert stream == "the stream of cuda:1"  # not of the current device
             self.at = time.now
 
         def synchronize(self) -> None:
@@ -98,7 +100,8 @@ def test_gpu__is_timed_by_events_that_are_read_when_somebody_asks(monkeypatch: p
             return 1000.0 * (other.at - self.at)
 
     monkeypatch.setattr("torch.cuda.Event", Event)
-    clock = Clock(on_gpu=True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: f"the stream of {device}")
+    clock = Clock(torch.device("cuda:1"))
     with clock.spending("data"):
         time.pass_by(1.0)
         with clock.spending("base_gradient"):

@@ -40,12 +40,18 @@ def run_dir(masked_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(
     run_dir: Path, place: Path, launcher: list[str], environment: dict[str, str], scaling: str = "plain"
 ) -> tuple[Any, str]:
+    """The points of a grid, and what is printed."""
+    found, output = command(run_dir, place, launcher, environment, "--lrs", *RATES, "--scaling", scaling)
+    return found["results"], output
+
+
+def command(run_dir: Path, place: Path, launcher: list[str], environment: dict[str, str], *flags: str) -> Any:
+    """What an evaluation leaves in its file, and what it prints."""
     shutil.copytree(run_dir, place, ignore=shutil.ignore_patterns("decoder*"))
-    flags = [str(place), "--parts", "decoder", "--max_size", "25", "--plot", "false", "--lrs", *RATES]
-    flags += ["--scaling", scaling]
+    flags = (str(place), "--parts", "decoder", "--max_size", "25", "--plot", "false", *flags)
     ended = launching.run([*launcher, "-m", "gradiend_dist.evaluate", *flags], environment=environment)
     ended.require_success()
-    return json.loads((place / "decoder_grid_cache.json").read_text())["results"], ended.output
+    return json.loads((place / "decoder_grid_cache.json").read_text()), ended.output
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +115,29 @@ def test_scaled_grid__does_not_depend_on_the_ranks(config, scaling, run_dir, tmp
         for dataset in "MF":
             expected = pytest.approx(two["probs_by_dataset"][dataset], abs=0.0 if config == "cpu_2" else 1e-5)
             assert one["probs_by_dataset"][dataset] == expected, one["id"]
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        ("cpu_2", 2),
+        pytest.param("cpu_2", 3, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_search__does_not_depend_on_the_ranks(config, ranks, run_dir, tmp_path):
+    """Ranks that measured other last bits would go on to other steps, and a rank that is not told waits for ever."""
+    expected, table = command(run_dir, tmp_path / "one", [sys.executable], {})
+    found, text = command(run_dir, tmp_path / "two", *launch(config, ranks))
+    for name in "MF":
+        one, two = expected["selected"][name], found["selected"][name]
+        assert [t["relative_change"] for t in two["trials"]] == [t["relative_change"] for t in one["trials"]]
+        for key in ("learning_rate", "value", "harm"):
+            # Over FSDP sums have another order, and harm is a small difference of large ones.
+            tolerance = {"rel": 0.0, "abs": 0.0} if config == "cpu_2" else {"rel": 1e-4, "abs": 1e-6}
+            assert two[key] == pytest.approx(one[key], **tolerance), key
+    assert found["completions"] == expected["completions"]
+    assert text.splitlines()[-8:] == table.splitlines()[-8:]
 
 
 @pytest.mark.slow

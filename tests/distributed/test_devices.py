@@ -60,7 +60,7 @@ def test_place__a_gpu_that_is_not_there_is_named(name, num_gpus, value):
         place(num_gpus, **{name: value})
 
 
-@pytest.mark.parametrize("value", ["gpu", "cuda:x", "cuda:-1"])
+@pytest.mark.parametrize("value", ["gnu", "cuda:x", "cuda:-1"])
 def test_place__what_is_no_device_is_named(value):
     with pytest.raises(UserError, match=f"device_encoder={value} is not a device"):
         place(2, device_encoder=value)

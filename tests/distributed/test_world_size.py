@@ -26,6 +26,8 @@ from together import EVERY_DAY, LAUNCHES, trained
 from world_script import CASES
 
 TOLERANCE = 2e-5
+# Attention on a device that is no CPU goes through other kernels, which round otherwise.
+ON_GPU = 2e-4
 pytestmark = pytest.mark.timeout(1200)  # a test may be the first to ask for two launches
 LARGEST: dict[str, float] = {}
 
@@ -137,11 +139,12 @@ def test_case__has_the_result_of_one_process(launch: str, case: str) -> None:
     found = differences(numbers(many), numbers(one))
     print(f"{launch}, {case}, largest differences: {in_words(found)}")
     for kind, value in found.items():
-        LARGEST[kind] = max(value, LARGEST.get(kind, 0.0))
+        if "gpu" not in launch:
+            LARGEST[kind] = max(value, LARGEST.get(kind, 0.0))
     ours, theirs = decisions(many), decisions(one)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if ours[name] != theirs[name]] == []
-    assert all(value <= TOLERANCE for value in found.values()), in_words(found)
+    assert all(value <= (ON_GPU if "gpu" in launch else TOLERANCE) for value in found.values()), in_words(found)
 
 
 def test_launches__largest_difference_of_each_kind() -> None:
@@ -172,8 +175,11 @@ def test_case__is_about_something(case: str) -> None:
 def test_cases__train() -> None:
     """Equal starts would agree on any number of ranks: what is learnt must be seen, and what is kept must be used."""
     one = trained("one_process", "pruned")
-    scores = list(json.loads((one / "model" / "training.json").read_text())["training_stats"]["scores"].values())
-    assert abs(scores[-1]) > 0.9 > abs(scores[0])
+    stats = json.loads((one / "model" / "training.json").read_text())["training_stats"]
+    assert abs(list(stats["scores"].values())[-1]) > 0.9
+    before, *_, after = ([mean for label, mean in m.items() if label != "0.0"] for m in stats["mean_by_class"].values())
+    print("class means", before, "->", after)
+    assert abs(after[0] - after[1]) > 3 * abs(before[0] - before[1])
     found = json.loads((one.parent / "found.json").read_text())
     assert min(found["partly_kept"]["kept"]) > 0, "some gradients are kept and some are not"
     assert found["nothing_kept"]["kept"][0] == 0 < found["plain"]["kept"][0]

@@ -202,3 +202,5 @@ def test_resolve_config__needs_a_deepspeed_launch():
 def test_make_optimizer__refuses_8_bits():
     with pytest.raises(UserError, match="adamw_8bit"):
         make_optimizer([], options(optim="adamw_8bit"))
+    with pytest.raises(UserError, match="moments_dtype=bfloat16 .*: leave it out"):
+        make_optimizer([], options(moments_dtype="bfloat16"))

@@ -24,6 +24,9 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     **{f"sliced_{ranks}": {"engine": "sliced", "ranks": ranks, "shards_base": False} for ranks in (2, 3, 4)},
     **{f"fsdp_{ranks}": {"engine": "sliced", "ranks": ranks, "shards_base": True} for ranks in (2, 3)},
     **{f"zero{stage}_2": {"engine": "zero", "ranks": 2, "shards_base": False} for stage in (1, 2, 3)},
+    # On pretend GPUs (see pretend_gpu.py): a single process with so many, and ranks with one each.
+    **{f"on_{count}_gpus": {"engine": "placed", "ranks": 1, "shards_base": False} for count in (1, 2, 3)},
+    "gpu_ranks_2": {"engine": "sliced", "ranks": 2, "shards_base": False},
 }
 SHARED = "sliced_3"
 # The cases of world_script.py for every day; all cases in all launches are slow. Three ranks, some of them without rows
@@ -55,7 +58,16 @@ ON_THREE_RANKS = (
 ON_FSDP = (
     "pruned", "causal", "seeds_in_sequence", "nothing_kept", "kept_on_disk", "two_entries", "partly_kept", "refined",
 )  # fmt: skip
-EVERY_DAY = {"sliced_3": ON_THREE_RANKS, "fsdp_2": ON_FSDP}
+EVERY_DAY = {
+    "sliced_3": ON_THREE_RANKS,
+    "fsdp_2": ON_FSDP,
+    # Where devices could be mixed up or waited for: hooks of each kind of base, forward mode, sketches, one half alone.
+    "on_3_gpus": (
+        "pruned", "causal", "nothing_kept_causal", "spectral_folded", "supervised_encoder", "supervised_decoder",
+        "clipped",
+    ),
+    "gpu_ranks_2": ("pruned", "causal", "accumulation", "refined", "closed_form"),
+}  # fmt: skip
 EVERY_DAY["one_process"] = tuple(
     name
     for name in CASES
@@ -169,12 +181,13 @@ def traffic_job(results: Path) -> Job:
 def start(name: str, jobs: list[Job]) -> Ended:
     """Do the jobs in one launch; a failure of any rank is a failure here."""
     ranks, text = LAUNCHES[name]["ranks"], json.dumps(jobs, default=str)
-    if name == "one_process":
-        return python(SCRIPT, text, limit=LIMIT).require_success()
+    gpus = {"PRETEND_GPUS": name.split("_")[1 if ranks == 1 else 2]} if "gpu" in name else None
+    if ranks == 1:
+        return python(SCRIPT, text, environment=gpus, limit=LIMIT).require_success()
     if name.startswith("zero"):
         config = ROOT / "accelerate_configs" / f"{name.split('_')[0]}.yaml"
         return accelerate(config, SCRIPT, text, ranks=ranks, limit=LIMIT).require_success()
     # With 2 ranks rank 0 alone reads the files, with 3 each does.
     fsdp: Mapping[str, str] = {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true" if ranks == 2 else "false"}
-    environment = fsdp if "fsdp" in name else None
+    environment = fsdp if "fsdp" in name else gpus
     return torchrun(SCRIPT, text, ranks=ranks, limit=LIMIT, environment=environment).require_success()

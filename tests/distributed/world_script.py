@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "encoder_eval_max_size": 5,
     "max_steps": 8,
     "eval_steps": 4,
+    "initialization": "random",  # what is learnt shows
     "learning_rate": 2e-3,
     "adam_epsilon": 1e-5,  # above gradients that are nothing but rounding, see test_world_size.py
     "max_seeds": 1,

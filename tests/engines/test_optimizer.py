@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradiend_dist.engines.base import GradiendBatch, StepOptions
 from gradiend_dist.engines.chunks import CHUNK
+from gradiend_dist.engines.halves import ranges_of
 from gradiend_dist.engines.optimizer import EightBitAdam, FusedAdam, make_optimizer
 from gradiend_dist.engines.sliced import SlicedEngine
 from gradiend_dist.errors import UserError
@@ -190,8 +191,9 @@ def test_eight_bit__changes_nothing_where_a_number_is_not_finite():
 @pytest.mark.usefixtures("stand_in")
 def test_eight_bit__is_given_whole_weights():
     n = CHUNK + 3
-    assert list(engine("adamw_8bit", n=n).chunks(torch.device("cpu"))) == [slice(0, n)]
-    assert len(list(engine("adamw", n=n).chunks(torch.device("cpu")))) == 2
+    eight, fused = (engine(optim, n=n).encoder_optimizer for optim in ("adamw_8bit", "adamw"))
+    assert list(ranges_of(eight, n, torch.device("cpu"))) == [slice(0, n)]
+    assert len(list(ranges_of(fused, n, torch.device("cpu")))) == 2
 
 
 @pytest.mark.usefixtures("stand_in")

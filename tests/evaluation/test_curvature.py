@@ -11,12 +11,15 @@ import torch
 
 from gradiend_dist import TextPredictionTrainer, TrainingArguments, UserError
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.evaluation.curvature import NUM_TEXTS, ByCurvature, CurvatureTexts, curvature_of, scaling_in_place
+from gradiend_dist.evaluation.curvature import ByCurvature, curvature_items, curvature_of, scaling_in_place
+from gradiend_dist.evaluation.selection import LMSThresholdPolicy
+from gradiend_dist.evaluation.texts import curvature_texts
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.rewriting import move as rewriting
 from gradiend_dist.rewriting.move import ByTensor, InPlace, VectorsInMemory, direction, rewrite, scaled_direction
-from gradiend_dist.space import ParameterSpace
+from gradiend_dist.rewriting.step import Step
+from gradiend_dist.space import ParameterSpace, Weight
 
 WORDS = {"M": "he", "F": "she"}
 
@@ -56,7 +59,7 @@ def selected(model: ModelWithGradiend, tensors: dict[str, torch.Tensor]) -> torc
 def dense_curvature(trainer: TextPredictionTrainer, model: ModelWithGradiend) -> torch.Tensor:
     """Each text by itself: the mean loss over what is asked for, one forward pass for each reading, autograd."""
     session, total = trainer.session, 0.0
-    items = CurvatureTexts.draw(session, trainer.config).items(session)
+    items = curvature_items(session, trainer.config)
     for item in items:
         model.base_model.zero_grad()
         losses = []
@@ -68,15 +71,19 @@ def dense_curvature(trainer: TextPredictionTrainer, model: ModelWithGradiend) ->
         gradients = {name: p.grad for name, p in model.base_model.named_parameters() if p.grad is not None}
         total = total + selected(model, gradients) ** 2 / len(items)
     model.base_model.zero_grad()
-    assert isinstance(total, torch.Tensor) and len(items) == NUM_TEXTS
+    assert isinstance(total, torch.Tensor) and len(items) == 13  # a third of 40
     return total
 
 
 def dense(trainer: TextPredictionTrainer, model: ModelWithGradiend, scaling: str, factor: float) -> torch.Tensor:
-    v = direction(VectorsInMemory(model.gradiend), slice(0, len(model)), factor, "decoder").double()
+    v = direction(VectorsInMemory(model.gradiend), slice(0, len(model)), Step(1.0, factor)).double()
     if scaling == "curvature":
         f = dense_curvature(trainer, model)
-        s = v / (f + 0.1 * f.mean())
+        damping = torch.empty_like(f)
+        for w in model.gradiend.space.active():
+            own = slice(w.offset, w.stop)
+            damping[own] = 0.1 * max(f[own].mean(), 1e-4 * f.mean())
+        s = v / (f + damping)
         return s * ((f * v**2).sum() / (f * s**2).sum()).sqrt()
     theta, s = selected(model, dict(model.base_model.named_parameters())).detach(), torch.empty_like(v)
     for w in model.gradiend.space.active():
@@ -100,7 +107,7 @@ def test_scaled_direction__is_the_dense_one(family, keep, scaling, monkeypatch):
     by = scaling_in_place(scaling, trainer.session, trainer.config, space)
     with InPlace(model.base_model, space.active(), vectors, by) as moved:
         for rate, factor in ((0.5, 1.0), (2.0, -0.3), (0.1, 1.0)):
-            moved.move(rate, factor)
+            moved.move(Step(rate, factor))
             found = selected(model, dict(model.base_model.named_parameters())) - selected(model, before)
             torch.testing.assert_close(found, rate * expected[factor], rtol=1e-4, atol=3e-6)
             now = {name: p.detach().clone() for name, p in model.base_model.named_parameters()}
@@ -108,11 +115,11 @@ def test_scaled_direction__is_the_dense_one(family, keep, scaling, monkeypatch):
             copy = trainer.rewrite_base_model(learning_rate=rate, feature_factor=factor, scaling=scaling)
             for name, parameter in copy.named_parameters():
                 torch.testing.assert_close(parameter, now[name], rtol=0, atol=1e-7)
-        moved.move(3.0, 1.0)
+        moved.move(Step(3.0))
     for name, parameter in model.base_model.named_parameters():
         assert torch.equal(parameter, before[name]), "the base model is itself again"
     assert by is not None
-    vector = scaled_direction(model.base_model, space.active(), vectors, 1.0, "decoder", by)
+    vector = scaled_direction(model.base_model, space.active(), vectors, Step(1.0), by)
     torch.testing.assert_close(vector.double(), expected[1.0], rtol=1e-4, atol=1e-8)
     assert torch.nn.functional.cosine_similarity(vector.double(), expected[-0.3], dim=0) < 0.9
     if scaling == "tensor":
@@ -129,7 +136,7 @@ def test_constants__keep_the_length_or_the_damage(keep):
     assert part.is_whole
     torch.testing.assert_close(curvature.double(), dense_curvature(trainer, model), rtol=1e-3, atol=1e-9)
     weights, vectors = model.gradiend.space.active(), VectorsInMemory(model.gradiend)
-    s = scaled_direction(model.base_model, weights, vectors, -1.0, "decoder", ByCurvature(curvature))
+    s = scaled_direction(model.base_model, weights, vectors, Step(1.0, -1.0), ByCurvature(curvature, weights))
     assert float((curvature * s * s).sum()) == pytest.approx(float((curvature * v * v).sum()), rel=1e-4)
     assert float(s.norm()) > 1.5 * float(v.norm()), "the same damage buys a longer step"
 
@@ -155,11 +162,11 @@ def test_curvature__a_direction_that_does_no_damage_is_left_as_it_is():
     with torch.no_grad():
         model.gradiend.decoder_weight[7] = model.gradiend.decoder_bias_vector[7] = 0.0
     weights, vectors = model.gradiend.space.active(), VectorsInMemory(model.gradiend)
-    s = scaled_direction(model.base_model, weights, vectors, 1.0, "decoder", ByCurvature(curvature))
+    s = scaled_direction(model.base_model, weights, vectors, Step(1.0), ByCurvature(curvature, weights))
     torch.testing.assert_close(s, model.rewrite_vector(1.0))
     for value, words in ((0.0, "are zero"), (float("nan"), "are not finite")):
         with pytest.raises(UserError, match=f"{words}: pass other eval_neutral_data, or scaling=tensor"):
-            ByCurvature(torch.full((5,), value))
+            ByCurvature(torch.full((40,), value), weights)
 
 
 class Ranks(Comm):
@@ -182,7 +189,7 @@ def test_parts_of_ranks__are_scaled_as_the_whole(scaling):
     curvature = torch.rand(301, generator=torch.Generator().manual_seed(2)) ** 4
     theta = selected(model, {name: p.detach() for name, p in model.base_model.named_parameters()})
     pieces = [
-        rewriting.Piece(number, slice(a, b), direction(vectors, slice(a, b), 1.0, "decoder"), theta[a:b])
+        rewriting.Piece(number, slice(a, b), direction(vectors, slice(a, b), Step(1.0)), theta[a:b])
         for number, w in enumerate(space.active())
         for a, b in ((w.offset, (w.offset + w.stop) // 2), ((w.offset + w.stop) // 2, w.stop))
     ]
@@ -191,7 +198,13 @@ def test_parts_of_ranks__are_scaled_as_the_whole(scaling):
     def make(comm: Comm | None, own: list[rewriting.Piece]) -> rewriting.Factors:
         if scaling == "tensor":
             return ByTensor(comm).fit(own)
-        by = ByCurvature(torch.cat([curvature[piece.where] for piece in own]), comm)
+        mine = torch.cat([torch.arange(piece.where.start, piece.where.stop) for piece in own])
+        weights, offset = [], 0
+        for w in space.active():
+            count = int(((mine >= w.offset) & (mine < w.stop)).sum())
+            weights.append(Weight(w.name, (count,), 0, offset, None))
+            offset += count
+        by = ByCurvature(curvature[mine], weights, comm)
         by.curvature = curvature  # places stay those of the whole
         return by.fit(own)
 
@@ -209,17 +222,19 @@ def test_parts_of_ranks__are_scaled_as_the_whole(scaling):
 
 
 def test_texts__are_drawn_from_the_neutral_ones_and_never_scored(monkeypatch):
-    from gradiend_dist.evaluation import grid
+    from gradiend_dist.evaluation.decoder import ModelScores
 
     model = model_of("bert", 60)
     trainer = trainer_of(model, 20)
-    drawn = CurvatureTexts.draw(trainer.session, trainer.config)
+    drawn = curvature_texts(trainer.session, trainer.config)
     neutral = set(trainer.data.neutral["text"])
-    assert len(drawn.texts) == 8 and set(drawn.texts) < neutral
-    assert drawn == CurvatureTexts.draw(trainer.session, trainer.config), "the same at every call"
-    scored: list[list[str]] = []
-    plain = grid.ModelScores.measure
-    monkeypatch.setattr(grid.ModelScores, "measure", lambda self: scored.append(self.texts) or plain(self))
+    assert len(drawn.texts) == 6 and set(drawn.texts) < neutral
+    assert drawn == curvature_texts(trainer.session, trainer.config), "the same at every call"
+    scored: list[tuple[str, ...]] = []
+    plain = ModelScores._entry
+    monkeypatch.setattr(
+        ModelScores, "_entry", lambda self, found: scored.append(self.texts.texts) or plain(self, found)
+    )
     trainer.evaluate_decoder(lrs=[0.1], scaling="curvature")
     assert set(scored[0]) == neutral - set(drawn.texts)
     trainer.evaluate_decoder(lrs=[0.1], scaling="curvature", neutral_df=trainer.data.neutral[:15])
@@ -230,21 +245,26 @@ def test_texts__are_drawn_from_the_neutral_ones_and_never_scored(monkeypatch):
 
 def test_texts__without_neutral_ones_are_rows_of_training_with_their_words():
     trainer = trainer_of(model_of("bert", 60), None)
-    drawn = CurvatureTexts.draw(trainer.session, trainer.config)
+    drawn = curvature_texts(trainer.session, trainer.config)
     rows = trainer.data.rows("train")
     filled = {text.replace("[MASK]", word) for text, word in zip(rows["masked"], rows["factual"], strict=True)}
-    assert len(drawn.texts) == 8 and set(drawn.texts) <= filled
+    assert len(drawn.texts) == len(set(drawn.texts)) == 24 and set(drawn.texts) <= filled
     assert drawn.ignored == ("he", "she"), "they are about the feature"
-    asked = {label for item in drawn.items(trainer.session) for row in item.rows for label in row.factual.labels}
+    asked = {
+        label
+        for item in curvature_items(trainer.session, trainer.config)
+        for row in item.rows
+        for label in row.factual.labels
+    }
     tokenizer = trainer.session.tokenizer
     assert not asked & set(tokenizer("he she", add_special_tokens=False)["input_ids"])
 
 
-@pytest.mark.parametrize(("neutral", "count"), [(3, 1), (4, 2), (7, 3), (100, 8)])
-def test_texts__are_at_most_half_and_at_least_two(neutral, count):
+@pytest.mark.parametrize(("neutral", "count"), [(3, 1), (4, 2), (7, 2), (30, 10), (200, 32)])
+def test_texts__are_a_third_and_at_least_two(neutral, count):
     trainer = trainer_of(model_of("bert", 60), neutral)
     if count >= 2:
-        assert len(CurvatureTexts.draw(trainer.session, trainer.config).texts) == count
+        assert len(curvature_texts(trainer.session, trainer.config).texts) == count
         return
     with pytest.raises(UserError, match=r"finds 1 neutral texts .* eval_neutral_data, or scaling=tensor"):
         trainer.evaluate_decoder(lrs=[0.1], scaling="curvature")
@@ -269,7 +289,7 @@ def test_wrong_scaling__is_told_with_the_remedy():
 def test_default_rates__are_finer_over_the_same_range():
     trainer = trainer_of(model_of("bert", 60))
     for scaling, count in (("plain", 16), ("tensor", 26), ("curvature", 26)):
-        found = trainer.evaluate_decoder(target_class="F", scaling=scaling)
+        found = trainer.evaluate_decoder(target_class="F", scaling=scaling, selector=LMSThresholdPolicy())
         rates = sorted(point[1] for point in found["grid"] if point != "base")
         assert len(rates) == count and (rates[0], rates[-1]) == (0.001, 100)
         if scaling != "plain":
@@ -282,7 +302,7 @@ def test_plain__is_added_as_it_is():
     weights, vectors = model.gradiend.space.active(), VectorsInMemory(model.gradiend)
     before = {name: p.detach().clone() for name, p in model.base_model.named_parameters()}
     v = model.rewrite_vector(0.7)
-    rewrite(model.base_model, weights, vectors, 0.3, 0.7)
+    rewrite(model.base_model, weights, vectors, Step(0.3, 0.7))
     for weight in weights:
         flat = before[weight.name].view(-1)
         flat[weight.flat_indices()] += v[weight.offset : weight.stop] * 0.3
@@ -297,5 +317,8 @@ def test_card__names_the_scaling(tmp_path):
         assert ("| scaled by | tensor" in (tmp_path / scaling / "README.md").read_text()) == (scaling == "tensor")
 
 
-def test_damping__is_a_tenth_of_the_mean():
-    assert ByCurvature(torch.tensor([1.0, 3.0])).damping == pytest.approx(0.2)
+def test_damping__is_a_tenth_of_each_weights_mean():
+    """A weight that no text is sensitive to, but for rounding errors, has that of the model: they are no scale."""
+    weights = [Weight(name, (2,), 0, 2 * number, None) for number, name in enumerate("abc")]
+    found = ByCurvature(torch.tensor([1.0, 3.0, 0.1, 0.3, 1e-14, 0.0]), weights).damping
+    assert found == pytest.approx([0.2, 0.02, 0.1 * 1e-4 * 4.4 / 6])

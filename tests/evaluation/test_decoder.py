@@ -12,7 +12,8 @@ import tiny
 import torch
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, demo
-from gradiend_dist.evaluation.decoder import Words, causal_score, masked_score, spellings
+from gradiend_dist.evaluation.decoder import Words, spellings
+from gradiend_dist.evaluation.harm import causal_score, masked_score
 from gradiend_dist.evaluation.selection import (
     BaseContext,
     Candidate,
@@ -172,7 +173,7 @@ def test_targets__a_class_without_words_or_unknown_is_refused(masked_lm, tmp_pat
 def test_masked_texts__hide_a_share_of_the_words_and_no_special_token():
     tokenizer = tiny.wordpiece_tokenizer()
     texts = [tiny.sentence(n, seed=n) for n in range(1, 30)]
-    clozes = masked_text_questions(tokenizer, texts, 40, set(), hide_special=False)
+    clozes = [cloze for _, cloze in masked_text_questions(tokenizer, texts, 40, set(), hide_special=False)]
     special = set(tokenizer.all_special_ids)
     assert len(clozes) == len(texts)
     for text, cloze in zip(texts, clozes, strict=True):
@@ -182,7 +183,7 @@ def test_masked_texts__hide_a_share_of_the_words_and_no_special_token():
         hidden = [i for i, (a, b) in enumerate(zip(ids, cloze.input_ids, strict=True)) if a != b]
         assert sorted(cloze.positions) == hidden
         assert [ids[place] for place in cloze.positions] == list(cloze.labels)
-    again = masked_text_questions(tokenizer, texts, 40, set(), hide_special=False)
+    again = [cloze for _, cloze in masked_text_questions(tokenizer, texts, 40, set(), hide_special=False)]
     random.seed(99)
     assert clozes == again, "the same tokens for every model"
 
@@ -192,7 +193,7 @@ def test_ignored_words__are_not_counted():
     texts = [tiny.sentence(20, seed=n) for n in range(20)]
     ignored = set(tokenizer("he she they", add_special_tokens=False)["input_ids"])
     for make_questions in (masked_text_questions, causal_text_questions):
-        clozes = make_questions(tokenizer, texts, 40, ignored, hide_special=False)
+        clozes = [cloze for _, cloze in make_questions(tokenizer, texts, 40, ignored, hide_special=False)]
         assert clozes and not ignored & {label for cloze in clozes for label in cloze.labels}
 
 
@@ -299,7 +300,7 @@ def test_summary__only_points_that_push_the_right_way_compete():
 
 
 def test_wrong_arguments__are_refused_before_anything_is_scored(trained, monkeypatch):
-    monkeypatch.setattr("gradiend_dist.evaluation.grid.ModelScores", None)
+    monkeypatch.setattr("gradiend_dist.evaluation.decoder_evaluation.ModelScores", None)
     for asked, words in (
         ({"target_class": "X"}, "target_class='X' is not a target class: choose M or F"),
         ({"feature_factors": [1.0]}, r"feature_factors=\[1.0\] has none that pushes towards 'F': include -1"),
@@ -330,8 +331,8 @@ def count_measured(monkeypatch) -> list[None]:
     from gradiend_dist.evaluation.decoder import ModelScores
 
     calls: list[None] = []
-    plain = ModelScores.measure
-    monkeypatch.setattr(ModelScores, "measure", lambda self: calls.append(None) or plain(self))
+    plain = ModelScores._entry
+    monkeypatch.setattr(ModelScores, "_entry", lambda self, texts: calls.append(None) or plain(self, texts))
     return calls
 
 
@@ -371,15 +372,15 @@ def test_stopped_grid__goes_on_with_the_next_point(masked_lm, tmp_path, monkeypa
     for file in (tmp_path / "decoder").iterdir():
         file.unlink()
     before = {name: p.detach().clone() for name, p in trainer.session.base_model.named_parameters()}
-    plain, calls = ModelScores.measure, []
+    plain, calls = ModelScores._entry, []
 
-    def stopped(self):
+    def stopped(self, texts):
         calls.append(None)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return plain(self)
+        return plain(self, texts)
 
-    monkeypatch.setattr(ModelScores, "measure", stopped)
+    monkeypatch.setattr(ModelScores, "_entry", stopped)
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate_decoder(lrs=RATES, use_cache=True)
     for name, parameter in trainer.session.base_model.named_parameters():
@@ -422,8 +423,8 @@ def test_scaled_points__are_scores_of_the_rewritten_copies(trained, scaling, tmp
         trained.rewrite_base_model(found, "F", scaling="plain")
     asked = {"target_class": "F", "learning_rate": chosen["learning_rate"]}
     models = [
-        trained.rewrite_base_model(found, "F"),
-        trained.rewrite_base_model(found, "F", output_dir=tmp_path / "f"),
+        trained.rewrite_base_model(found, "F", force=True),
+        trained.rewrite_base_model(found, "F", output_dir=tmp_path / "f", force=True),
         trained.rewrite_base_model(**asked, scaling=scaling),
         trained.rewrite_base_model(**asked),
     ]

@@ -13,7 +13,13 @@ from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES
 def test_rewriting__moves_the_class_and_a_random_direction_does_not(kind, masked_lm, causal_lm, tmp_path):
     """Fails for a decoder that has learnt nothing, a wrong sign of the factor, a selection that ignores the score."""
     args = TrainingArguments(
-        experiment_dir=str(tmp_path), train_batch_size=8, max_steps=100, eval_steps=50, learning_rate=1e-3, max_seeds=1
+        experiment_dir=str(tmp_path),
+        train_batch_size=8,
+        max_steps=100,
+        eval_steps=50,
+        learning_rate=1e-3,
+        max_seeds=1,
+        initialization="random",  # the rates below are of its decoder
     )
     frames = {name: frame for name, frame in demo.feature_data().items() if name != "N"}
     trainer = TextPredictionTrainer(
@@ -49,7 +55,13 @@ def test_rewriting__moves_the_class_and_a_random_direction_does_not(kind, masked
 def test_scaling__reaches_more_at_the_same_score_of_a_masked_model(masked_lm, tmp_path):
     """Weights that every token passes hold much of the learnt direction and nearly all of the damage that it does."""
     args = TrainingArguments(
-        experiment_dir=str(tmp_path), train_batch_size=8, max_steps=100, eval_steps=50, learning_rate=1e-3, max_seeds=1
+        experiment_dir=str(tmp_path),
+        train_batch_size=8,
+        max_steps=100,
+        eval_steps=50,
+        learning_rate=1e-3,
+        max_seeds=1,
+        initialization="random",  # the rates below are of its decoder
     )
     frames = {name: frame for name, frame in demo.feature_data().items() if name != "N"}
     neutral = demo.neutral_data()

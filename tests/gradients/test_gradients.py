@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradiend_dist.errors import UserError
 from gradiend_dist.gradients import base as gradients
+from gradiend_dist.gradients import store
 from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.cloze import CausalObjective, Cloze, ClozeRow, MaskedObjective, Objective
 from gradiend_dist.gradients.items import Item, ItemRows
@@ -485,6 +486,21 @@ def test_disk__another_instance_reads_the_same_bytes(bert, tmp_path, monkeypatch
     assert counts == {"forward": 0, "backward": 0} and torch.equal(first, second)
     assert third.data_ptr() == second.data_ptr(), "read once, then remembered"
     assert [path.name for path in tmp_path.iterdir()] == [file_of(tmp_path).name], "nothing is left behind"
+
+
+def test_disk__a_file_is_read_and_hashed_once_for_each_use(bert, tmp_path, monkeypatch):
+    """Fails if asking whether a gradient is there reads it: that costs more than the gradient of a small model."""
+    items = [bert.item([row]) for row in ROWS]
+    first = source_of(bert, 0, tmp_path)
+    expected = [first.get(item, ["diff"], keep=True)["diff"].clone() for item in items]
+    hashed: list[int] = []
+    original = store.checksum
+    monkeypatch.setattr(store, "checksum", lambda vector: hashed.append(len(vector)) or original(vector))
+    again = source_of(bert, 0, tmp_path)
+    assert all(again.has(item, ["diff"]) for item in items) and hashed == []
+    for item, vector in zip(items, expected, strict=True):
+        assert torch.equal(again.get(item, ["diff"], keep=True)["diff"], vector)
+    assert len(hashed) == len(items)
 
 
 def test_disk__everything_is_written_for_the_next_run(bert, tmp_path):

@@ -371,6 +371,21 @@ def test_logits_at__a_head_that_mixes_places_gets_all_of_them(wrap, scale):
     torch.testing.assert_close(logits, full[batch.rows, batch.positions], rtol=0, atol=0)
 
 
+def test_logits_at__a_device_without_memory_is_told():
+    """Fails if the check takes it for a head that wants all places: the full pass that follows needs far more."""
+    model = tiny.base_model("bert", 67)
+    passes: list[int] = []
+
+    def run_out(*_: object) -> None:
+        passes.append(len(passes))
+        if len(passes) == 2:  # the pass that is compared with the full one
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.get_output_embeddings().register_forward_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        LogitsAt(model)(ClozeBatch.of(clozes(), 1, CPU))
+
+
 def test_logits_at__a_model_without_a_backbone_is_read_in_full():
     class Plain(nn.Module):
         def __init__(self) -> None:

@@ -273,9 +273,9 @@ def test_prune__ranks_by_the_part_or_by_the_importance_that_is_given(part):
 
 def test_prune__twice_is_prune_of_the_composition():
     once, twice = mapped(), mapped()
-    twice.prune(topk=20)
-    twice.prune(topk=7)
-    once.prune(topk=7)
+    twice.prune(topk=20, inplace=True)
+    twice.prune(topk=7, inplace=True)
+    once.prune(topk=7, inplace=True)
     assert twice.space == once.space and same(weights(twice), weights(once))
 
 
@@ -289,16 +289,29 @@ def test_prune__by_mask_and_threshold_needs_no_topk():
     assert pruned.space.base_global(torch.arange(len(pruned))).tolist() == expected
 
 
+def test_prune__by_positions_is_a_copy_and_changes_nothing_unasked():
+    model, positions = mapped(), torch.tensor([3, 34, 3, 11])
+    before = weights(model)
+    pruned = model.prune(keep_idx=positions)
+    assert pruned.space.base_global(torch.arange(3)).tolist() == [3, 11, 34]
+    assert len(model) == 35 and same(weights(model), before)
+    for wrong in (torch.tensor([35]), torch.tensor([-1]), torch.tensor([], dtype=torch.long)):
+        with pytest.raises(UserError, match="positions from 0 to 34"):
+            model.prune(keep_idx=wrong)
+    with pytest.raises(UserError, match="leave topk, threshold and mask out"):
+        model.prune(keep_idx=positions, topk=3)
+
+
 def test_enhancer_mask__is_over_the_current_space():
     """The reference indexes a pruned vector by base-global positions and fails."""
     model = mapped()
-    model.prune(mask=torch.arange(35) % 2 == 1)
+    model.prune(mask=torch.arange(35) % 2 == 1, inplace=True)
     assert len(model) == 17
     importance = model.get_weight_importance("decoder-bias")
     mask = model.get_enhancer_mask(0.3, "decoder-bias")
     assert mask.nonzero().squeeze(1).tolist() == naive_selection(importance.tolist(), None, None, 6)
     top = model.get_topk_weights("decoder-bias", 6)
-    model.prune(mask=mask)
+    model.prune(mask=mask, inplace=True)
     assert model.space.base_global(torch.arange(6)).tolist() == sorted(top)
 
 

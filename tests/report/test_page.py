@@ -24,7 +24,7 @@ import yaml
 from gradiend_dist import __main__
 from gradiend_dist.commands import report as report_command
 from gradiend_dist.errors import UserError
-from gradiend_dist.report import charts
+from gradiend_dist.report import charts, sections
 from gradiend_dist.report import html as page
 from gradiend_dist.report import records as run_files
 
@@ -281,7 +281,7 @@ def test_pruning__adds_up_by_layer_and_by_kind(tmp_path):
     ],
 )
 def test_pruning__groups_of_a_name(name, layer, kind):
-    assert (page._layer(name), page._kind(name)) == (layer, kind)
+    assert (sections._layer(name), sections._kind(name)) == (layer, kind)
 
 
 def test_pruning__nothing_pruned_and_no_model(tmp_path):
@@ -461,8 +461,9 @@ def hostile_run(directory: Path) -> Path:
     alert = {"seed": 0, "step": 10, "alert": HOSTILE, "text": HOSTILE}
     rows = [*metrics(0, names=names), {**alert, f"seconds/{HOSTILE}": 1.0, "step_seconds": 2.0}, RUN_ENDED]
     run = finished_run(directory, record(names=names), rows=rows)
-    config = {**CONFIG, "target_classes": list(names), HOSTILE: HOSTILE, "pre_prune_config": {HOSTILE: HOSTILE}}
-    (run / "run_config.yaml").write_text(f"# {HOSTILE[:-1]}\n" + json.dumps(config))
+    said = HOSTILE[:-1]  # half of a surrogate pair is in no configuration that is read
+    config = {**CONFIG, "target_classes": list(names), said: said, "pre_prune_config": {said: said}}
+    (run / "run_config.yaml").write_text(f"# {said}\n" + json.dumps(config).replace("\\ud800", ""))
     write(run / "model" / "config.json", param_map(prefix=f"a.{HOSTILE}"))
     with (run / "encoded_values.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["encoded", "label", "type"], [0.5, 1.0, "training"], [0.2, 0, HOSTILE[:-1]]])
@@ -517,7 +518,7 @@ def test_page__is_the_same_every_time(tmp_path):
 
 
 def test_import__needs_no_torch():
-    code = "import sys; import gradiend_dist.report.html as p; p.defaults(); sys.exit('torch' in sys.modules)"
+    code = "import sys; import gradiend_dist.commands.report as p; p.defaults(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -556,7 +557,7 @@ def test_damaged_values__never_end_in_a_traceback(tmp_path, file):
             rows = changed if isinstance(changed, list) else [changed]
             (run / file).write_text("\n".join(map(json.dumps, rows)))
             try:
-                page.page(run_files.read_run(run))
+                page.page(run_files.read_run(run), {})
                 pages += 1
             except UserError as error:
                 assert str(run) in str(error)
@@ -573,7 +574,7 @@ def test_damaged_values__never_end_in_a_traceback(tmp_path, file):
         (["{tmp}/nowhere"], "nowhere is no directory"),
         (["{tmp}/empty"], "no record of a finished seed and no metrics.jsonl: pass the experiment_dir of a run"),
         (["{tmp}"], "pass a run inside it (a, b)"),
-        (["{tmp}/a", "--output", "{tmp}/empty"], "cannot be written"),
+        (["{tmp}/a", "--output", "{tmp}/empty"], "is no regular file: pass the name of one"),
         (["{tmp}/a", "{tmp}/b", "--output", "{tmp}/x.html"], "is one file for several runs"),
         (["{tmp}/a", "--outptu", "x"], "unrecognized arguments"),
         (["{tmp}/damaged"], "training_stats.json is no valid JSON"),
@@ -675,10 +676,10 @@ def test_line_chart__breaks_at_a_gap_and_marks_the_best():
 
 
 def test_smoothed__means_and_ranges_of_equal_parts():
-    series = page.smoothed([(step, None if step == 3 else float(step)) for step in range(1, 121)])
+    series = sections.smoothed([(step, None if step == 3 else float(step)) for step in range(1, 121)])
     assert series.points[:2] == [(5, 3.0), (10, 8.0)] and series.band[:2] == [(5, 1.0, 5.0), (10, 6.0, 10.0)]
     assert len(series.points) == 24
-    assert page.smoothed([(1, 2.0), (2, None)]).points == [(1, 2.0), (2, None)]
+    assert sections.smoothed([(1, 2.0), (2, None)]).points == [(1, 2.0), (2, None)]
 
 
 # --- in a browser

@@ -14,7 +14,9 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.rewriting import move as rewriting
+from gradiend_dist.rewriting.card import save_rewritten
 from gradiend_dist.rewriting.move import InPlace, VectorsInFile, VectorsInMemory, direction
+from gradiend_dist.rewriting.step import Step
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.storage.layout import WEIGHTS
 
@@ -50,12 +52,12 @@ def test_in_place__is_the_changed_copy_and_then_the_original(family, keep, dtype
     before = bits(model.base_model)
     with InPlace(model.base_model, model.gradiend.space.active(), VectorsInMemory(model.gradiend)) as moved:
         for rate, factor in ((50.0, 1.0), (0.003, -1.0), (7.0, 0.4)):
-            moved.move(rate, factor)
+            moved.move(Step(rate, factor))
             now = bits(model.base_model)
             moved.restore()
             assert_same(now, bits(model.rewrite_base_model(rate, factor)))
             assert any(not torch.equal(now[name], tensor) for name, tensor in before.items())
-        moved.move(3.0, 1.0)
+        moved.move(Step(3.0))
     assert_same(before, bits(model.base_model))
 
 
@@ -66,7 +68,7 @@ def test_in_place__is_itself_again_after_an_exception():
         pytest.raises(ZeroDivisionError),
         InPlace(model.base_model, model.gradiend.space.active(), VectorsInMemory(model.gradiend)) as moved,
     ):
-        moved.move(3.0, 1.0)
+        moved.move(Step(3.0))
         _ = 1 / 0
     assert_same(before, bits(model.base_model))
 
@@ -85,8 +87,8 @@ def test_vectors_in_file__are_those_in_memory(part, latent_dim, tmp_path):
     model.save_pretrained(tmp_path / "model")
     in_file = VectorsInFile(tmp_path / "model" / WEIGHTS, model.gradiend)
     for where in (slice(0, 333), slice(5, 6), slice(100, 297)):
-        expected = direction(VectorsInMemory(model.gradiend), slice(0, 333), 0.7, part)[where]
-        torch.testing.assert_close(direction(in_file, where, 0.7, part), expected)
+        expected = direction(VectorsInMemory(model.gradiend), slice(0, 333), Step(1.0, 0.7, part))[where]
+        torch.testing.assert_close(direction(in_file, where, Step(1.0, 0.7, part)), expected)
 
 
 def test_directions__do_not_change_the_model():
@@ -149,3 +151,21 @@ def test_dtype__that_is_none_is_told_before_any_work(monkeypatch):
     monkeypatch.setattr(copy, "deepcopy", None)
     with pytest.raises(UserError, match="dtype='int8' is not known: choose one of float32"):
         model.rewrite_base_model(0.5, dtype="int8")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
+def test_step__of_no_finite_length_is_refused(value):
+    with pytest.raises(UserError, match=f"learning_rate={value} is no finite number"):
+        Step(value)
+    with pytest.raises(UserError, match=f"feature_factor={value} is no finite number"):
+        Step(0.1, (1.0, value))
+
+
+def test_saved__a_model_with_a_number_that_is_not_finite_is_not(tmp_path):
+    """Fails if a damaged run, or a step too large for the dtype, ends as a model that nobody can use."""
+    model = tiny.base_model("bert", 40)
+    list(model.parameters())[3].data.view(-1)[5] = float("inf")
+    name = [name for name, _ in model.named_parameters()][3]
+    with pytest.raises(UserError, match=f"{name.replace('.', '[.]')} that are not finite"):
+        save_rewritten(model, tiny.wordpiece_tokenizer(), tmp_path / "out", "card")
+    assert not list(tmp_path.iterdir())

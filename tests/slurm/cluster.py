@@ -60,7 +60,7 @@ class Cluster:
     directory: Path
     proctrack: Proctrack = "linuxproc"
     gpus: int = 2
-    cpus: int = 8
+    cpus: int = 32
     grace: int = 20
     kill_wait: int = 5
     slurmd_timeout: int = 10
@@ -211,7 +211,7 @@ class Cluster:
         here = self.directory
         controller, *nodes = self.ports
         node_lines = [
-            f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} RealMemory=64000"
+            f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} RealMemory=256000"
             f" Gres=gpu:{self.gpus}"
             for name, port in zip(NODES, nodes, strict=True)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +168,19 @@ def test_read_json__a_damaged_file_is_named(tmp_path, data):
 def test_read_json__a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere.json cannot be read \(No such file or directory\)"):
         read_json(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
+def test_write_text__leaves_alone_what_is_no_regular_file(tmp_path, kind):
+    """Fails if `report --output /dev/null` replaces the device."""
+    path = tmp_path / "target"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/null")
+    else:
+        path.mkdir()
+    before = path.lstat()
+    with pytest.raises(UserError, match="target is no regular file: pass"):
+        write_text(path, "x")
+    assert path.lstat() == before and list(tmp_path.iterdir()) == [path]

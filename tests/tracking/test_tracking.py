@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_wandb import API_KEY, FakeWandb, read_offline
 from packaging.requirements import Requirement
@@ -25,7 +26,7 @@ from gradiend_dist.errors import NotFinite
 from gradiend_dist.report.records import read_rows
 from gradiend_dist.storage.layout import METRICS
 from gradiend_dist.tracking import tracking, wandb_page
-from gradiend_dist.tracking.tracking import Background, Tracking
+from gradiend_dist.tracking.tracking import Background, TensorBoardPage, Tracking
 from gradiend_dist.tracking.wandb_page import WandBPage
 
 
@@ -411,6 +412,21 @@ def test_tensorboard__shows_the_rows_of_metrics_jsonl(tmp_path: Path) -> None:
     assert [step for step, _ in shown] == [step for step, _ in logged] == list(range(1, 51))
     assert [value for _, value in shown] == pytest.approx([value for _, value in logged])
     assert "alert/loss_flat/text_summary" in events.Tags()["tensors"]
+
+
+def test_tensorboard__shows_a_plot_with_transparency(tmp_path: Path) -> None:
+    """Fails if all four channels of a PNG are sent: the image writer takes three."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    image = pytest.importorskip("matplotlib.image", reason="the extra plot is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    image.imsave(tmp_path / "plot.png", np.zeros((4, 5, 4)))
+    page = TensorBoardPage(tmp_path, {})
+    page.images({"plots/one": tmp_path / "plot.png"})
+    page.finish("finished")
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [event for name in found.Tags()["images"] for event in found.Images(name)]
+    assert [(event.height, event.width) for event in shown] == [(4, 5)]
 
 
 # --- arguments

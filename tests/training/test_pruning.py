@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,17 @@ import pandas as pd
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from dry_run import Watch
+
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments
 from gradiend_dist.config.compat import CORRECTED, REFERENCE
 from gradiend_dist.demo import reflexive_data
+from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.gradients.items import ItemRows
+from gradiend_dist.model.entries import select_entries_to_keep
+from gradiend_dist.space import ParameterSpace, Slices
+from gradiend_dist.training import pruning
 from gradiend_dist.training.pruning import pre_prune, sample_positions, sum_of_sizes
 
 
@@ -32,7 +40,7 @@ def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
     frames = feature_frames if words == "single" else reflexive_data()
     trainer = trainer_for(masked_lm, frames, base_micro_batch_size=3)
     session = trainer.session
-    rows = trainer.inputs.training_rows()
+    rows = trainer.inputs.training.rows
     config = PrePruneConfig(n_samples=7, topk=0.013, source=source, seed=5)
     base = session.base_gradients(session.space)
     kept = pre_prune(base, rows, config, seed=0, behaviour=CORRECTED)
@@ -53,7 +61,7 @@ def test_pre_prune__equals_the_top_of_the_mean_of_single_gradients(
 
 def test_pre_prune__threshold_then_topk(masked_lm: Path, feature_frames: Any) -> None:
     trainer = trainer_for(masked_lm, feature_frames)
-    session, rows = trainer.session, trainer.inputs.training_rows()
+    session, rows = trainer.session, trainer.inputs.training.rows
     base, items = session.base_gradients(session.space), ItemRows(rows, session.objective)
     positions = sample_positions(rows, 4, 1, by_row_number=False)
     groups = [[p for p in positions if rows["feature_class_id"][p] == direction] for direction in (0, 1)]
@@ -72,7 +80,7 @@ def test_pre_prune__keeps_what_the_feature_moves(masked_lm: Path, feature_frames
     With source=diff the reference's mean over both directions cancels it, and keeps less of the direction.
     """
     trainer = trainer_for(masked_lm, feature_frames)
-    session, rows = trainer.session, trainer.inputs.training_rows()
+    session, rows = trainer.session, trainer.inputs.training.rows
     base, items = session.base_gradients(session.space), ItemRows(rows, session.objective)
     sides = [rows.index[rows["feature_class_id"] == direction].tolist() for direction in (0, 1)]
     means = [base.compute(items.item(side), ["diff"])["diff"].clone() for side in sides]
@@ -124,3 +132,28 @@ def test_after_pre_pruning__only_selected_weights_are_differentiated(masked_lm: 
     assert 0 < len(names) <= 5 and all(".layer.1." in name for name in names)
     base = session.base_gradients(space)
     assert {weight.name for weight, _, _ in base.weights} == names
+
+
+@pytest.mark.parametrize("selection", [{"topk": 0.01}, {"topk": 0.01, "threshold": 0.5}], ids=str)
+def test_select_over_ranks__lists_no_more_than_it_keeps(selection: dict[str, float], monkeypatch: Any) -> None:
+    """Fails if the positions or keys of the whole part are listed: eight bytes each, several times over."""
+    n = 1_000_003
+    monkeypatch.setattr(pruning, "PIECE", 1000)
+    importance = torch.rand(n, generator=torch.Generator().manual_seed(1))
+    expected = select_entries_to_keep(n, importance=importance, **selection)
+    with Watch() as watch:
+        found = pruning.select_over_ranks(Comm(), Slices.whole(n), importance, **selection)
+    assert torch.equal(found, expected)
+    digits = 8 * 2**pruning.DIGIT_BITS
+    besides = watch.peak - 4 * n  # it counts the importance too, whose pieces it sees
+    assert besides < 4 * digits + 8 * (3 * len(found) + 10 * pruning.PIECE) < 4 * n
+
+
+def test_positions_in__of_a_pruned_space_list_no_more_than_it_has() -> None:
+    """Fails if all positions of the wider space are listed: 70 billion of eight bytes."""
+    wider = ParameterSpace([("a", (200, 300), None), ("b", (70_001,), None)])
+    keep = torch.arange(17, wider.size, 997)
+    with Watch() as watch:
+        found = wider.select(keep).positions_in(wider)
+    assert torch.equal(found, keep)
+    assert watch.largest <= 2 * len(keep)

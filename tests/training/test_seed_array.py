@@ -17,7 +17,7 @@ CHANGING = ("time", "seconds", "per_second", "memory_gib")
 
 
 def run(model: Path, frames: dict[str, Any], directory: Path, *callbacks: Any, **changes: Any) -> TextPredictionTrainer:
-    args = arguments(directory, logging_steps=2, **changes)
+    args = arguments(directory, logging_steps=2, **{"initialization": "random", **changes})
     return TextPredictionTrainer(str(model), data=frames, target_classes=["M", "F"], args=args).train(
         callbacks=list(callbacks)
     )

@@ -56,6 +56,12 @@ def start(sources: Tensor, targets: Tensor, labels: Any, **args: Any) -> Spectra
     return SpectralStart(arguments, Given(sources, targets), items, list(labels))  # type: ignore[arg-type]
 
 
+def filled(begun: SpectralStart, model: GradiendModel) -> dict[str, Any]:
+    form = begun.solve()
+    begun.warn(form)
+    return begun.fill(model, form)
+
+
 def planted(labels: Tensor, noise: float = 0.0, components: int = 1) -> tuple[Tensor, Tensor]:
     """Sources and targets on a line (a plane, ...) that the label moves them along."""
     generator = torch.Generator().manual_seed(3)
@@ -100,7 +106,7 @@ def test_fill__is_the_dense_computation() -> None:
     labels = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, -1.0])
     sources, targets = planted(labels, noise=0.4)
     model = GradiendModel(N)
-    start(sources, targets, labels).fill(model)
+    filled(start(sources, targets, labels), model)
     assert_same_model(model, dense(sources, targets, labels))
 
 
@@ -109,7 +115,7 @@ def test_fill__recovers_a_planted_line_exactly() -> None:
     labels = torch.tensor([1.0, -1.0] * 4)
     sources, targets = planted(labels)
     model = GradiendModel(N)
-    facts = start(sources[:6], targets[:6], labels[:6]).fill(model)
+    facts = filled(start(sources[:6], targets[:6], labels[:6]), model)
     decoded, latent = model(sources[6:], return_encoded=True)
     expected = torch.tanh(torch.tensor(1.5 / (1 + 0.1 / 6)))  # the ridge, of six items
     torch.testing.assert_close(latent[:, 0].abs(), expected.expand(2))
@@ -123,7 +129,7 @@ def test_fill__takes_leading_components_for_several_latents() -> None:
     sources, targets = planted(labels, components=3)
     for m, least, most in ((1, 0.3, 0.99), (3, 0.999, 1.0)):
         model = GradiendModel(N, m, activation_encoder="id")
-        facts = start(sources, targets, labels, latent_dim=m, activation_encoder="id").fill(model)
+        facts = filled(start(sources, targets, labels, latent_dim=m, activation_encoder="id"), model)
         assert least < facts["explained"] <= most + 1e-6
     error = (model(sources).detach() - targets).square().sum() / targets.square().sum()
     assert float(error) == pytest.approx(1 - facts["explained"], abs=1e-4)
@@ -135,7 +141,7 @@ def test_fill__says_what_the_model_then_explains(activation: str) -> None:
     labels = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
     sources, targets = planted(labels, noise=0.2)
     model = GradiendModel(N, activation_encoder=activation)
-    facts = start(sources, targets, labels, activation_encoder=activation).fill(model)
+    facts = filled(start(sources, targets, labels, activation_encoder=activation), model)
     error = float((model(sources).detach() - targets).square().sum() / targets.square().sum())
     assert 1 - error == pytest.approx(facts["explained"], abs=1e-5)
     assert float((model(sources).detach() - targets).square().mean()) == pytest.approx(facts["loss"], rel=1e-4)
@@ -147,7 +153,7 @@ def test_fill__without_decoder_bias_or_with_another_activation() -> None:
     targets = (targets - targets.mean(0)) * 1e-4
     for activation in ("id", "tanh", "gelu", "silu", "elu"):
         model = GradiendModel(N, bias_decoder=False, activation_decoder=activation)
-        start(sources, targets, labels, bias_decoder=False, activation_decoder=activation).fill(model)
+        filled(start(sources, targets, labels, bias_decoder=False, activation_decoder=activation), model)
         error = (model(sources).detach() - targets).square().sum() / targets.square().sum()
         assert float(error) < 1e-3, activation
 
@@ -157,10 +163,10 @@ def test_fill__supervised_takes_the_labels() -> None:
     sources, targets = planted(labels, noise=0.3)
     encoder, decoder = GradiendModel(N), GradiendModel(N)
     untouched = encoder.decoder_weight.clone()
-    start(sources, targets, labels, supervised_encoder=True).fill(encoder)
+    filled(start(sources, targets, labels, supervised_encoder=True), encoder)
     assert torch.equal(encoder.decoder_weight, untouched)
     assert (torch.sign(encoder.forward_encoder(sources)[:, 0]) == labels).all()
-    start(sources, targets, labels, supervised_decoder=True).fill(decoder)
+    filled(start(sources, targets, labels, supervised_decoder=True), decoder)
     means = torch.stack([targets[labels > 0].mean(0), targets[labels < 0].mean(0)])
     torch.testing.assert_close(decoder.forward_decoder(torch.tensor([[1.0], [-1.0]])), means, rtol=1e-4, atol=1e-5)
 
@@ -170,7 +176,7 @@ def test_sign__is_that_of_the_labels() -> None:
     sources, targets = planted(labels)
     for sign in (1.0, -1.0):
         model = GradiendModel(N)
-        start(sources, targets, sign * labels).fill(model)
+        filled(start(sources, targets, sign * labels), model)
         assert (torch.sign(model.forward_encoder(sources)[:, 0]) == sign * labels).all()
 
 
@@ -182,7 +188,7 @@ def test_degenerate__two_items_work_and_say_that_nothing_can_be_checked(caplog: 
     sources, targets = planted(labels)
     model = GradiendModel(N)
     with caplog.at_level(logging.WARNING):
-        facts = start(sources, targets, labels, spectral_items=2).fill(model)
+        facts = filled(start(sources, targets, labels, spectral_items=2), model)
     assert facts["gap"] is None and "2 items are too few" in caplog.text
     torch.testing.assert_close(model(sources), targets, rtol=1e-4, atol=1e-4)
 
@@ -203,7 +209,7 @@ def test_degenerate__is_told_in_one_sentence(change: dict[str, Any], says: str) 
     sources, targets = planted(labels)
     given = {"sources": sources, "targets": targets, "labels": labels, **change}
     with pytest.raises(UserError, match=says):
-        start(**given).fill(GradiendModel(N, given.get("latent_dim", 1)))
+        filled(start(**given), GradiendModel(N, given.get("latent_dim", 1)))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +316,7 @@ def test_rates__do_not_depend_on_the_scale_of_gradients() -> None:
         begun = start(x, y, labels, learning_rate="auto")
         space = ParameterSpace([("w", (N,), None)])
         model = ParamMappedGradiendModel(space)
-        begun.fill(model)
+        filled(begun, model)
         engine = SlicedEngine(model, StepOptions.of(begun.args, begun.measured().rates()))
         before = model.forward_encoder(x).detach().clone()
         for number in (0, 1, 2, 3, 4, 5) * 3:
@@ -474,12 +480,11 @@ def test_refinement__a_worse_step_does_not_replace_the_closed_form(
 
 def test_refinement__cannot_creep_down() -> None:
     """Many correlations, each almost that of the last best, must not add up to a bad one."""
-    args = TrainingArguments(initialization="spectral", learning_rate="auto", max_steps=100)
-    run = SimpleNamespace(best=Best(), stats={"scores": {}, "held_out_loss": {}})
+    run = SimpleNamespace(best=Best(), stats={"scores": {}, "held_out_loss": {}}, starts_trained=True)
     for step in range(20):
         score = 0.99 - 0.009 * step
         run.stats["scores"][step], run.stats["held_out_loss"][step] = score, 1.0 - 0.01 * step
-        if is_better(args, run, step, score):  # type: ignore[arg-type]
+        if is_better(run, step, score):  # type: ignore[arg-type]
             run.best = Best(score, step=step)
     assert run.best.step == 1, "the second one is almost the first and has the smaller loss"
 

@@ -49,7 +49,12 @@ class EvaluationArguments:
     def check(self) -> None:
         for name in (
             "eval_steps", "eval_batch_size", "encoder_eval_train_max_size", "encoder_eval_max_size",
-            "seed_selection_eval_max_size",
+            "seed_selection_eval_max_size", "decoder_eval_max_size_training_like", "decoder_eval_max_size_neutral",
         ):  # fmt: skip
             require_positive(name, vars(self)[name])
+        rates = self.decoder_eval_lrs
+        require(
+            rates is None or (len(rates) > 0 and min(rates) > 0),
+            f"decoder_eval_lrs={rates} must be positive numbers: pass e.g. 1.0 0.1, or leave it out.",
+        )
         require(self.evaluate_fn is None or callable(self.evaluate_fn), "evaluate_fn is not callable: pass a function.")

@@ -33,12 +33,19 @@ class ModelArguments:
     """Run the base model under bfloat16 autocast."""
     fp16: bool = False
     """Run the base model under float16 autocast with loss scaling."""
+    gradient_checkpointing: bool = False
+    """Compute each layer of the base model again in the backward pass: slower, with far less memory for activations."""
+    attn_implementation: str | None = None
+    """Attention of the base model, e.g. eager, sdpa or flash_attention_2. None: what transformers chooses."""
+    tf32: bool = False
+    """Let GPUs round the factors of float32 products to TF32: faster, with 3 digits instead of 7."""
     trust_remote_code: bool = False
     """Run model code from the hub. Only for models you trust."""
 
     def check(self) -> None:
         require_positive("latent_dim", self.latent_dim)
         require(not (self.bf16 and self.fp16), "bf16 and fp16 are both set: pass only one.")
+        require(self.attn_implementation != "", "attn_implementation is empty: name one, e.g. sdpa, or leave it out.")
         require(self.params != [], "params is empty: name at least one weight, or leave it out for the whole backbone.")
 
 
@@ -62,7 +69,7 @@ class DeviceArguments:
     use_cached_gradients: bool = False
     """Keep gradients on disk and use them in later runs."""
     gradient_store_gib: float | None = None
-    """Memory for gradients that are used again, in GiB. None: a quarter of what is free."""
+    """Memory for gradients that are used again, in GiB. None: what the rest of the run leaves free."""
 
     def check(self) -> None:
         require_positive("ddp_timeout", self.ddp_timeout)

@@ -18,10 +18,11 @@ AUTO_RATE = 0.03
 class OptimizerArguments:
     """Where training starts, and how large its steps are."""
 
-    initialization: Literal["random", "spectral"] = "random"
-    """random: the reference's start; spectral: encoder and decoder in closed form from a few gradients."""
+    initialization: Literal["auto", "random", "spectral"] = "auto"
+    """random: the reference's start; spectral: encoder and decoder in closed form from a few gradients; auto: spectral
+    where target is diff and the form holds, random with compat."""
     spectral_items: int = 16
-    """Gradients that initialization=spectral and learning_rate=auto work with, as many of each direction."""
+    """Gradients that the closed form and learning_rate=auto work with, as many of each direction."""
     learning_rate: float | str = 1e-5
     """Peak learning rate, or auto: steps in proportion to the gradients, for encoder and decoder each."""
     lr_scheduler_type: Scheduler = "constant"
@@ -40,6 +41,10 @@ class OptimizerArguments:
     """Adam's epsilon."""
     optim: Literal["adamw", "adam", "adamw_8bit"] = "adamw"
     """adamw, adam, or adamw_8bit (needs bitsandbytes; a killed seed starts anew)."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Adam's moments: float32, or bfloat16 at half the memory, rounded up or down at random (not with DeepSpeed)."""
+    triton_kernels: bool = True
+    """Fused kernels for the step on GPUs, where Triton is installed; False: torch's operations, as on CPUs."""
     max_grad_norm: float = 0.0
     """Clip the gradient's norm at this. 0: no clipping."""
 
@@ -58,6 +63,11 @@ class OptimizerArguments:
         )
         for name, value in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
             require(0 <= value < 1, f"{name}={value} is not in [0, 1): pass e.g. 0.9.")
+        require(
+            self.optim != "adamw_8bit" or self.moments_dtype == "float32",
+            f"moments_dtype={self.moments_dtype} has no effect with optim=adamw_8bit, whose moments have 8 bits: "
+            "leave one of them out.",
+        )
 
     def _check_rate(self) -> None:
         rate = self.learning_rate
@@ -74,19 +84,9 @@ class OptimizerArguments:
             )
 
     @property
-    def starts_trained(self) -> bool:
-        """Is the start a result already, which competes with the steps that follow?"""
-        return self.initialization == "spectral"
-
-    @property
     def refines(self) -> bool:
         """Are step sizes those that the gradients allow?"""
         return self.learning_rate == "auto"
-
-    @property
-    def looks_at_items(self) -> bool:
-        """Are `spectral_items` gradients looked at before training?"""
-        return self.starts_trained or self.refines
 
     @property
     def peak_rate(self) -> float:

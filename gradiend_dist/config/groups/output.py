@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradiend_dist.config.checks import require, require_positive
+from gradiend_dist.config.checks import check_path, require, require_positive
 from gradiend_dist.config.fields import documented
+
+# Bytes by which the name of a directory is extended while it is written.
+PARTIAL_NAME = 40
 
 
 @documented
@@ -37,6 +40,9 @@ class OutputArguments:
     """Log loss, norms, learning rate and speed every this many steps."""
 
     def check(self) -> None:
+        for name in ("experiment_dir", "output_dir"):
+            if vars(self)[name] is not None:
+                check_path(name, vars(self)[name], spare=PARTIAL_NAME)
         require(
             self.use_cache in (True, False, "always", "only_convergent"),
             f"use_cache={self.use_cache!r} is not known: choose true, false, always or only_convergent.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gradiend_dist.config.checks import check_seed, require, require_positive
+from gradiend_dist.config.checks import check_path, check_seed, require, require_positive
 from gradiend_dist.config.choices import Part
 from gradiend_dist.config.fields import documented
 
@@ -53,6 +53,8 @@ class SeedArguments:
     """Train nothing: promote the best of the seeds that only_seed has trained."""
 
     def check(self) -> None:
+        if self.seed_runs_dir is not None:
+            check_path("seed_runs_dir", self.seed_runs_dir)
         require_positive("max_seeds", self.max_seeds)
         require_positive("min_convergent_seeds", self.min_convergent_seeds)
         require_positive("seed_stability_topk", self.seed_stability_topk)

@@ -1,0 +1,233 @@
+"""How far to rewrite for each class, found by search: see `search` for the rule and `harm` for its measure.
+
+The base model is scored first. Then every search says where to look next, the ranks look there in rounds, and all are
+told. What is chosen is measured once more, on texts that had no part in the choice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradiend_dist.evaluation.balance import BALANCE, balance_of
+from gradiend_dist.evaluation.completions import completed, sentences
+from gradiend_dist.evaluation.decoder import ModelScores
+from gradiend_dist.evaluation.harm import UNKNOWN_TEXTS, TextLosses, TextScores, kept_losses, losses_as_kept
+from gradiend_dist.evaluation.points import Entry, Place, Points, grid_key, shown
+from gradiend_dist.evaluation.request import DecoderRequest
+from gradiend_dist.evaluation.search import StrengthSearch, Trial, is_gain
+from gradiend_dist.evaluation.selection import BASE, WEAKEN
+from gradiend_dist.evaluation.texts import Texts
+from gradiend_dist.rewriting.move import Extent
+from gradiend_dist.rewriting.step import Step
+from gradiend_dist.storage.fingerprint import text_hash
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way along one direction."""
+
+    direction: Step
+    sign: float = 1.0
+
+
+class Search:
+    """The searches of one evaluation: one for each metric and each way that may serve it.
+
+    All ranks make it and call its methods.
+    """
+
+    def __init__(
+        self,
+        request: DecoderRequest,
+        scores: ModelScores,
+        points: Points,
+        ways: Mapping[str, Sequence[Way]],
+        name: Callable[[Place], str],
+    ) -> None:
+        self.request, self.scores, self.points, self.ways, self.name = request, scores, points, ways, name
+        self.classes = scores.session.data.target_classes
+        self.scored: dict[Step, Entry] = {}
+        self.extents: dict[Step, Extent] = {}
+
+    def results(self, report: Mapping[str, Texts | None]) -> dict[str, Any]:
+        """What was found for each metric, and every point; what is chosen is measured on the texts of `report` too."""
+        base = self._base()
+        searches = self._searches(base)
+        while self._go_on(searches):
+            pass
+        summary = {metric: self._selected(metric, searches, base) for metric in self.ways}
+        grid: dict[Any, Entry] = {BASE: base}
+        grid |= {grid_key(step): entry for step, entry in self.scored.items() if "probs" in entry}
+        dropped = [entry for entry in self.scored.values() if "probs" not in entry]
+        completions = self._report(summary, report)
+        return {**summary, "grid": grid, "too_harmful": dropped, "completions": completions}
+
+    def _base(self) -> Entry:
+        """The base model, which all harm is measured against."""
+        base, self.losses = scored_base(self.points, self.scores, self.name)
+        usual = math.log(self.scores.asker.vocabulary)
+        if self.losses.mean > UNKNOWN_TEXTS * usual:
+            logger.warning(
+                "the base model predicts the neutral texts hardly better than by chance (loss %.2f of %.2f), so they "
+                "do not show what harms it: pass texts of its own kind as eval_neutral_data",
+                self.losses.mean,
+                usual,
+            )
+        return base
+
+    def _searches(self, base: Entry) -> dict[tuple[str, Way], StrengthSearch]:
+        found = {}
+        for metric, ways in self.ways.items():
+            for way in ways:
+                found[metric, way] = StrengthSearch(self._value(metric, base), self.request.max_harm)
+        return found
+
+    def _go_on(self, searches: Mapping[tuple[str, Way], StrengthSearch]) -> bool:
+        """One evaluation for each search that wants one, in an order that all ranks know; False when none does."""
+        proposed = {key: change for key, search in searches.items() if (change := search.next()) is not None}
+        steps = {key: self._step(key[1], change) for key, change in proposed.items()}
+        self._score(list(dict.fromkeys(steps.values())))
+        for key, change in proposed.items():
+            entry = self.scored[steps[key]]
+            value = self._value(key[0], entry) if "probs" in entry else None
+            searches[key].record(Trial(change, entry["harm"], entry["harm_error"], value))
+        return bool(proposed)
+
+    def _extent(self, direction: Step) -> Extent:
+        if direction not in self.extents:
+            self.extents[direction] = self.points.extent(direction, f"extent_{self.name(direction)}")
+        return self.extents[direction]
+
+    def _step(self, way: Way, change: float) -> Step:
+        """Six digits of the learning rate: the last ones depend on the order in which ranks add up."""
+        rate = way.sign * self._extent(way.direction).rate(change)
+        return way.direction.of_rate(float(f"{rate:.6g}"))
+
+    def _score(self, steps: Sequence[Step]) -> None:
+        ceiling = StrengthSearch(0.0, self.request.max_harm).ceiling
+        found = self.points.each(
+            [step for step in steps if step not in self.scored],
+            lambda: self.scores.measure(self.losses, ceiling),
+            name=self.name,
+        )
+        for place, entry in found.items():
+            assert place is not None
+            self.scored[place] = shown(place, entry)
+
+    def _value(self, metric: str, entry: Entry) -> float:
+        if metric == BALANCE:
+            return balance_of(entry, self.classes)["bpi"]
+        if metric.endswith(WEAKEN):
+            return 1.0 - float(entry["probs_factual"][metric.removesuffix(WEAKEN)])
+        return float(entry["probs"][metric])
+
+    def _selected(self, metric: str, searches: Mapping[tuple[str, Way], StrengthSearch], base: Entry) -> dict[str, Any]:
+        """The best step of a metric, with its curve, and why it should not be taken where it should not."""
+        mine = {way: search for (name, way), search in searches.items() if name == metric}
+        tried = [trial for search in mine.values() for trial in search.trials]
+        found: dict[str, Any] = {
+            "part": self.request.part,
+            "scaling": self.points.scaling,
+            "strengthen": not metric.endswith(WEAKEN),
+            "base_value": self._value(metric, base),
+            "base_lms": float(base["lms"]["lms"]),
+            "max_harm": self.request.max_harm,
+            "evaluations": len(tried),
+            "trials": [self._shown(way, trial) for way, search in mine.items() for trial in search.trials],
+        }
+        rivals = [(best, way) for way, search in mine.items() if (best := search.best()) is not None]
+        if not rivals:
+            found |= {"value": found["base_value"], "feature_factor": 1.0, "learning_rate": 0.0}
+            return _refused(found, self._all_too_harmful(metric, tried))
+        best, way = max(rivals, key=lambda rival: rival[0].value or 0.0)
+        step = self._step(way, best.change)
+        entry = self.scored[step]
+        found |= {
+            "value": best.value,
+            "feature_factor": step.feature_factor,
+            "learning_rate": step.learning_rate,
+            "id": entry["id"],
+            "lms": float(entry["lms"]["lms"]),
+            "harm": best.harm,
+            "harm_error": best.error,
+            "relative_change": best.change,
+            "curve": [{"harm": harm, "value": value} for harm, value in mine[way].curve()],
+        }
+        if metric == BALANCE:
+            found |= {"indices": balance_of(entry, self.classes), "base_indices": balance_of(base, self.classes)}
+        if not is_gain(found["base_value"], found["value"]):
+            return _refused(found, self._no_gain(metric, found, tried))
+        if best.error > self.request.max_harm:
+            logger.warning(
+                "%s: harm is known to %.1f %% only, which is more than max_harm: pass more neutral texts",
+                metric,
+                100 * best.error,
+            )
+        return found
+
+    def _shown(self, way: Way, trial: Trial) -> dict[str, Any]:
+        step = self._step(way, trial.change)
+        return {
+            "feature_factor": step.feature_factor,
+            "learning_rate": step.learning_rate,
+            "relative_change": trial.change,
+            "harm": trial.harm,
+            "harm_error": trial.error,
+            "value": trial.value,
+        }
+
+    def _all_too_harmful(self, metric: str, tried: Sequence[Trial]) -> str:
+        smallest = min(trial.change for trial in tried)
+        return (
+            f"all {len(tried)} steps towards {metric}, of {smallest:.1e} of the weights' norm and more, do more harm "
+            f"than max_harm={self.request.max_harm:g}"
+        )
+
+    def _no_gain(self, metric: str, found: Mapping[str, Any], tried: Sequence[Trial]) -> str:
+        largest = max(trial.change for trial in tried)
+        return (
+            f"no step within max_harm={self.request.max_harm:g} changes {metric} by a tenth: {found['base_value']:.4g} "
+            f"-> {found['value']:.4g} at best, in {len(tried)} steps of up to {largest:.1e} of the weights' norm"
+        )
+
+    def _report(self, summary: dict[str, dict[str, Any]], report: Mapping[str, Texts | None]) -> dict[str, list[str]]:
+        """Add the harm of what was chosen on other texts to the summary; returns sentences that all models complete."""
+        chosen = {
+            metric: Step(entry["learning_rate"], entry["feature_factor"], self.request.part, self.points.scaling)
+            for metric, entry in summary.items()
+            if entry["learning_rate"] != 0.0
+        }
+        asker, asked = self.scores.asker, sentences(self.scores.rows, self.classes)
+        given = {name: texts for name, texts in report.items() if texts is not None and texts.texts}
+        scores = {name: TextScores(asker, texts, by_search=True) for name, texts in given.items()}
+
+        def look() -> Entry:
+            losses = {name: losses_as_kept(of.measure().losses) for name, of in scores.items()}
+            return {"losses": losses, "completions": completed(asker, asked)}
+
+        digest = text_hash([*(list(texts.texts) for texts in given.values()), *map(list, asked)])[:12]
+        places: list[Place] = list(dict.fromkeys([None, *chosen.values()]))
+        found = self.points.each(places, look, name=lambda place: f"report_{digest}_{self.name(place)}")
+        base = found[None]
+        for metric, step in chosen.items():
+            for name in scores:
+                after, before = (kept_losses(entry["losses"][name]) for entry in (found[step], base))
+                summary[metric][name] = after.harm_against(before).fields()
+        return {BASE: base["completions"], **{m: found[step]["completions"] for m, step in chosen.items()}}
+
+
+def scored_base(points: Points, scores: ModelScores, name: Callable[[Place], str]) -> tuple[Entry, TextLosses]:
+    """The base model, which all harm is measured against, and its losses text by text. All ranks call this."""
+    entry = points.each([None], scores.measure_base, name=name)[None]
+    return shown(None, entry), kept_losses(entry["text_losses"])
+
+
+def _refused(found: dict[str, Any], why: str) -> dict[str, Any]:
+    logger.warning("%s", why)
+    return {**found, "refusal": why}

@@ -1,0 +1,156 @@
+"""The strength of a rewriting, found by search: as a dense scan finds it, whatever the vector's scale, and said where
+there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gradiend_dist import TextPredictionTrainer, TrainingArguments, UserError, demo
+from gradiend_dist.evaluation.decoder_evaluation import DecoderEvaluation
+from gradiend_dist.evaluation.request import DecoderRequest
+from gradiend_dist.evaluation.search import CLOSE_ENOUGH, MAX_HARM, is_gain
+from gradiend_dist.evaluation.strength import scored_base
+
+MAX_ROWS = 30
+
+
+def make(model, root, **fields) -> TextPredictionTrainer:
+    args = TrainingArguments(
+        experiment_dir=str(root),
+        train_batch_size=8,
+        max_steps=0,
+        max_seeds=1,
+        decoder_eval_max_size_training_like=MAX_ROWS,
+    )
+    frames = {name: frame for name, frame in demo.feature_data().items() if name != "N"}
+    fields = {"eval_neutral_data": demo.neutral_data(), **fields}
+    return TextPredictionTrainer(str(model), data=frames, target_classes=["M", "F"], args=args, **fields)
+
+
+@pytest.fixture(scope="module", params=["masked", "causal"])
+def trained(request, masked_lm, causal_lm, tmp_path_factory) -> TextPredictionTrainer:
+    return make({"masked": masked_lm, "causal": causal_lm}[request.param], tmp_path_factory.mktemp("run")).train()
+
+
+@pytest.fixture(scope="module")
+def found(trained):
+    return trained.evaluate_decoder(use_cache=False)
+
+
+@contextmanager
+def decoder_scaled(trainer: TextPredictionTrainer, factor: float) -> Iterator[None]:
+    gradiend = trainer.get_model().gradiend
+    kept = [tensor.clone() for tensor in (gradiend.decoder_weight, gradiend.decoder_bias_vector)]
+    gradiend.decoder_weight.mul_(factor)
+    gradiend.decoder_bias_vector.mul_(factor)
+    try:
+        yield
+    finally:
+        gradiend.decoder_weight.copy_(kept[0])
+        gradiend.decoder_bias_vector.copy_(kept[1])
+
+
+def test_search__is_as_good_as_a_dense_scan(trained, found):
+    """40 steps of the weights, each scored as the search scores them."""
+    evaluation = DecoderEvaluation(trained, DecoderRequest(use_cache=False))
+    scores, _ = evaluation.scores()
+    with evaluation.points(scores) as points:
+        _, losses = scored_base(points, scores, evaluation.name)
+        for name, ways in evaluation.ways().items():
+            extent = points.extent(ways[0].direction, "extent")
+            steps = [ways[0].direction.of_rate(extent.rate(change)) for change in np.geomspace(1e-5, 1e-2, 40)]
+            scanned = points.each(steps, lambda: scores.measure(losses), name=evaluation.name)
+            best = 0.0
+            for entry in scanned.values():
+                if entry["harm"] is None or entry["harm"] > CLOSE_ENOUGH * MAX_HARM:
+                    break
+                best = max(best, entry["probs"][name])
+            print(f"{name}: scan {best:.4f}, search {found[name]['value']:.4f} in {found[name]['evaluations']}")
+            assert found[name]["value"] >= 0.985 * best
+            assert found[name]["harm"] <= MAX_HARM and found[name]["evaluations"] <= 10
+
+
+def test_search__changes_the_model_as_far_as_it_can_be(found):
+    """From default arguments, no rate given: both classes reach the other one's blanks."""
+    for name in ("M", "F"):
+        chosen, base = found[name], found[name]["base_value"]
+        assert "refusal" not in chosen and is_gain(base, chosen["value"])
+        assert chosen["value"] > 0.9, "as far as it can be"
+        assert [point["harm"] for point in chosen["curve"]] == sorted(point["harm"] for point in chosen["curve"])
+        assert chosen["held_out"]["harm"] < 3 * MAX_HARM
+        trials = {(trial["feature_factor"], trial["learning_rate"]) for trial in chosen["trials"]}
+        assert (chosen["feature_factor"], chosen["learning_rate"]) in trials and trials >= {
+            point for point in found["grid"] if point != "base" and point[0] == chosen["feature_factor"]
+        }
+    assert {len(texts) for texts in found["completions"].values()} == {3}
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6], ids="{:g}".format)
+def test_scale_of_the_decoder__does_not_change_the_model(factor, trained, found):
+    with decoder_scaled(trained, factor):
+        other = trained.evaluate_decoder(use_cache=False)
+    for name in ("M", "F"):
+        assert other[name]["relative_change"] == found[name]["relative_change"]
+        assert other[name]["learning_rate"] == pytest.approx(found[name]["learning_rate"] / factor, rel=1e-4)
+        assert other[name]["value"] == pytest.approx(found[name]["value"], rel=1e-3)
+
+
+def test_useless_direction__is_a_sentence_and_not_a_model(trained, tmp_path):
+    """A step within the harm that changes nothing is not handed over; who wants it all the same says so."""
+    gradiend = trained.get_model().gradiend
+    kept = gradiend.decoder_weight.clone(), gradiend.decoder_bias_vector.clone()
+    noise = torch.randn(len(gradiend), generator=torch.Generator().manual_seed(0))
+    gradiend.decoder_weight.copy_(noise.unsqueeze(1))
+    gradiend.decoder_bias_vector.zero_()
+    try:
+        results = trained.evaluate_decoder(target_class="F", max_harm=1e-4, use_cache=False)
+        assert "changes F by a tenth" in results["F"]["refusal"] or "more harm" in results["F"]["refusal"]
+        with pytest.raises(UserError, match="Nothing is rewritten: "):
+            trained.rewrite_base_model(results, target_class="F", output_dir=tmp_path / "f")
+        assert not (tmp_path / "f").exists()
+        if results["F"]["learning_rate"] != 0.0:
+            assert trained.rewrite_base_model(results, target_class="F", force=True) is not None
+        gradiend.decoder_weight.zero_()
+        with pytest.raises(UserError, match="vector of this model is zero"):
+            trained.evaluate_decoder(target_class="F", use_cache=False)
+    finally:
+        gradiend.decoder_weight.copy_(kept[0])
+        gradiend.decoder_bias_vector.copy_(kept[1])
+
+
+def test_texts_unlike_the_models_own__are_told(trained, caplog):
+    texts = pd.DataFrame({"text": [f"zq xv {place} jj kw pp {place * 7} vv qq" for place in range(12)]})
+    trained.evaluate_decoder(target_class="F", neutral_df=texts, use_cache=False)
+    assert "hardly better than by chance" in caplog.text and "eval_neutral_data" in caplog.text
+
+
+def test_balance__makes_both_classes_equally_probable(trained, tmp_path):
+    """And keeps them probable: their sum at the blanks of both stays."""
+    results = trained.evaluate_decoder(target_class="balance", use_cache=False)
+    indices, before = results["balance"]["indices"], results["balance"]["base_indices"]
+    assert set(indices) == {"bpi", "pi_M", "pi_F"}
+    assert indices["bpi"] >= before["bpi"]
+    if "refusal" in results["balance"]:
+        assert before["bpi"] > 0.9 * indices["bpi"], "blanks of both classes are balanced already"
+        return
+    trained.rewrite_base_model(results, target_class="balance", output_dir=tmp_path / "balanced")
+    assert load_file(tmp_path / "balanced" / "model.safetensors")
+
+
+def test_search__goes_on_with_the_steps_that_are_kept(trained, found, monkeypatch):
+    """Nothing is scored twice, and the results are the same."""
+    first = trained.evaluate_decoder(use_cache=True)
+    calls: list[object] = []
+    monkeypatch.setattr("gradiend_dist.evaluation.decoder.ModelScores.measure", lambda *a: calls.append(a))
+    again = trained.evaluate_decoder(use_cache=True)
+    assert not calls and json.dumps(again["F"]) == json.dumps(first["F"])
+    for name in ("M", "F"):
+        assert first[name]["value"] == found[name]["value"]
