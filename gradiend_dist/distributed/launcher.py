@@ -32,11 +32,13 @@ def follow_the_launcher() -> bool:
 def _is_launcher(parent: int) -> bool:
     """Is this the parent that we were started by, and not who adopts orphans? When in doubt it is.
 
-    A launcher of one process shares its session with it; one of ranks gives each a session of its own, and is Python.
+    Launchers are Python. That of a single process shares its session with it; one of ranks gives each a session of its
+    own. In a container whoever adopts may share the session as well: its first process, most often a shell.
     """
     try:
-        if os.getsid(0) != os.getpid():
-            return os.getsid(parent) == os.getsid(0)
+        alone = os.getsid(0) != os.getpid()
+        if alone and os.getsid(parent) != os.getsid(0):
+            return False
         return "python" in Path(f"/proc/{parent}/exe").readlink().name
     except PermissionError:
         return False  # somebody else's process

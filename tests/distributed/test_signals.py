@@ -197,7 +197,7 @@ def test_last_words__are_said_by_one_and_tell_the_job_script(tmp_path, monkeypat
     assert (tmp_path / "outcome").read_text() == "stopped 143\n"
 
 
-# Starts the command as a launcher does, tells its number, and dies, or waits; `late`: dies before the command begins.
+# Starts the command as a launcher does, tells its number, and waits; `late`: dies before the command begins.
 LAUNCHER = """
 import os, subprocess, sys
 kind, late, program = sys.argv[1:]
@@ -214,18 +214,32 @@ WORKER = COMMAND.format(body="import time; time.sleep(300)")
 MARKS = {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "accelerate": {"ACCELERATE_MIXED_PRECISION": "no"}}
 
 
-@pytest.mark.parametrize("late", ["", "late"])
+# Starts a program and becomes the parent of its orphans, in their session, as the first process of a container does.
+ADOPTER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, which outlives exec
+os.execvp("sh", ["sh", "-c", '"$@"; exec sleep 300 >&- 2>&-', "sh", sys.executable, "-c", *sys.argv[1:]])
+"""
+
+
 @pytest.mark.parametrize("kind", MARKS)
-def test_launcher_that_dies__takes_the_process_along(started, kind, late):
-    """Fails if only torchrun is followed, if it is followed late, or if one that is gone already is not noticed."""
-    launcher = started(LAUNCHER, kind, late, WORKER, **MARKS[kind])
+def test_launcher_that_dies__takes_the_process_along(started, kind):
+    """Fails if only torchrun is followed, or if it is followed late."""
+    launcher = started(LAUNCHER, kind, "", WORKER, **MARKS[kind])
     worker = psutil.Process(int(launcher.stdout.readline()))
-    if not late:
-        assert launcher.stdout.readline() == "importing\n"
-        launcher.kill()
+    assert launcher.stdout.readline() == "importing\n"
+    launcher.kill()
     assert worker.wait(LIMIT) is None
     words = launcher.stderr.read()
     assert words.count("gradiend-dist train:") == 1 and "Traceback" not in words
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_launcher_that_is_gone__is_noticed_by_a_process_that_begins(started, kind):
+    """Fails if who adopts orphans is taken for the launcher, which in a container has the same session."""
+    adopter = started(ADOPTER, LAUNCHER, kind, "late", WORKER, **MARKS[kind])
+    assert adopter.stdout.readline().strip().isdigit()
+    assert adopter.stderr.read() == "gradiend-dist train: the launcher is gone: start it again\n"
 
 
 def test_process_of_a_shell__outlives_it(started):
