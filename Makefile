@@ -58,7 +58,7 @@ lint: $(INSTALLED)
 .PHONY: pytest
 pytest: $(INSTALLED)
 	@# Two workers on two cores: one launches ranks, the other does all else. A result depends on neither; -n 0 is one.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## the tests that take minutes

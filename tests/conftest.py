@@ -14,10 +14,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # kernels run on CPU tensors; read when tr
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from gradiend_dist import demo
 
@@ -28,13 +30,23 @@ torch.set_num_threads(1)
 LAUNCHES = Path(__file__).parent / "distributed"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: a file stays on one worker, which makes its fixtures once. All files that launch ranks stay on
-    one, too: two launches at a time could run into their time limits. They take longest and go first."""
+    """Launches of ranks take longest and go first."""
     items.sort(key=lambda item: LAUNCHES not in item.path.parents)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("launches" if LAUNCHES in item.path.parents else str(item.path)))
+
+
+class ByFile(LoadScopeScheduling):
+    """For pytest-xdist: a file stays on one worker, which makes its fixtures once. All files that launch ranks stay on
+    one, too: two launches at a time could run into their time limits. (Marks of groups do nothing with pytest 9.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return "launches" if "distributed/" in file else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
