@@ -110,32 +110,35 @@ def plot_probability_shifts(
     Of a search: what is gained over the harm that is done.
     """
     path, img_format = image_path(output, img_format)
-    grid, names = results["grid"], dict(label_name_mapping or {})
+    names = dict(label_name_mapping or {})
     searched = {m: e for m, e in results.items() if isinstance(e, Mapping) and e.get("trials")}
     if searched:
         figure = _harm_figure(searched, names, title or "Rewriting the base model", show)
         return write_figure(figure, path, img_format, img_dpi, show)
+    figure = _grid_figure(results, names, target_classes, factors, on_other_class, show)
+    figure.suptitle(title or "Rewriting the base model", x=0.01, ha="left", fontsize=14, color=DARK)
+    return write_figure(figure, path, img_format, img_dpi, show)
+
+
+def _grid_figure(
+    results: Mapping[str, Any],
+    names: Mapping[str, str],
+    target_classes: Sequence[str],
+    factors: Mapping[str, float],
+    on_other_class: bool,
+    show: bool,
+) -> Figure:
+    grid = results["grid"]
     columns = sorted({point[0] for point in grid if point != BASE})
     figure = new_figure((1.0 + 4.6 * len(columns), 7.6), show)
     panels = figure.subplots(3, len(columns), sharex="col", sharey="row", squeeze=False)
-    selected = {
-        (entry["feature_factor"], entry["learning_rate"]): metric
-        for metric, entry in results.items()
-        if isinstance(entry, Mapping) and "learning_rate" in entry
-    }
     for column, factor in enumerate(columns):
         pushes = [names.get(name, name) for name in target_classes if factors.get(name) == factor]
         heading = f"feature factor {factor:+g}" + (f", towards {' and '.join(pushes)}" if pushes else "")
         panels[0][column].set_title(heading, loc="left", fontsize=11, color=DARK)
-        chosen = {rate: metric for (where, rate), metric in selected.items() if where == factor}
+        chosen = _chosen_at(results, factor)
         for row, dataset in enumerate(target_classes):
-            stars = {
-                rate: name
-                for rate, metric in chosen.items()
-                if (name := metric.removesuffix(WEAKEN)) in target_classes
-                # Strengthening is judged on the other class's blanks, if not asked otherwise; weakening on its own.
-                and (name == dataset) == (metric.endswith(WEAKEN) or not on_other_class)
-            }
+            stars = _judged_at(dataset, chosen, target_classes, on_other_class)
             axes = panels[row][column]
             for name, colour in zip(target_classes, (BLUE, VERMILION), strict=True):
                 look = {"color": colour, "name": f"P({names.get(name, name)})", "star": "selected"}
@@ -151,9 +154,33 @@ def plot_probability_shifts(
         finish_axes(axes)
         if axes.get_legend() is not None and axes not in panels[:, -1]:
             axes.get_legend().remove()
-    figure.suptitle(title or "Rewriting the base model", x=0.01, ha="left", fontsize=14, color=DARK)
     figure.align_ylabels()
-    return write_figure(figure, path, img_format, img_dpi, show)
+    return figure
+
+
+def _chosen_at(results: Mapping[str, Any], factor: float) -> dict[float, str]:
+    """The metrics that chose a point with this feature factor, by its learning rate."""
+    entries = ((metric, entry) for metric, entry in results.items() if isinstance(entry, Mapping))
+    return {
+        entry["learning_rate"]: metric
+        for metric, entry in entries
+        if "learning_rate" in entry and entry["feature_factor"] == factor
+    }
+
+
+def _judged_at(
+    dataset: str, chosen: Mapping[float, str], target_classes: Sequence[str], on_other_class: bool
+) -> dict[float, str]:
+    """Of the chosen points those that were judged at the blanks of a class: learning rate -> class.
+
+    Strengthening is judged on the other class's blanks, if not asked otherwise; weakening on its own.
+    """
+    return {
+        rate: name
+        for rate, metric in chosen.items()
+        if (name := metric.removesuffix(WEAKEN)) in target_classes
+        and (name == dataset) == (metric.endswith(WEAKEN) or not on_other_class)
+    }
 
 
 def _harm_figure(searched: Mapping[str, Any], names: Mapping[str, str], title: str, show: bool) -> Figure:
