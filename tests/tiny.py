@@ -86,6 +86,7 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", "AlbertForMaskedLM", {**_SIZES, "embedding_size": 9}),
     "electra": ("ElectraConfig", "ElectraForMaskedLM", {**_SIZES, "embedding_size": 9}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 12, "n_layer": 2, "n_head": 2, "n_inner": 21, **_NO_ENDS}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_SIZES, "num_key_value_heads": 1, "head_dim": 6}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**_SIZES, "num_key_value_heads": 1}),
 }  # fmt: skip
 

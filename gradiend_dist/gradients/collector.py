@@ -48,9 +48,24 @@ class GradientCollector:
             for _, weight, indices in self._heads
             if indices is not None
         }
+        self._shared_with_autograd = self._other_owners(mine)
         self._contributions: dict[str, int] = {}
+        self._autograd_counted: set[str] = set()
         self._destination: Destination = Direct({}, [])
         self._scale = 1.0
+
+    def _other_owners(self, mine: dict[int, tuple[Weight, Tensor | None]]) -> list[tuple[nn.Module, Weight]]:
+        """Modules whose weight a hooked module shares and whose own part of its gradient autograd forms, such as an
+        embedding that scales its output, tied to the output layer."""
+        hooked = {id(module) for module, _, _ in (*self._embeddings, *self._heads)}
+        shared = {id(module.weight) for module, _, _ in (*self._embeddings, *self._heads)}
+        return [
+            (module, mine[id(parameter)][0])
+            for module in self.model.modules()
+            if id(module) not in hooked
+            for parameter in module.parameters(recurse=False)
+            if id(parameter) in shared
+        ]
 
     @contextlib.contextmanager
     def collecting(self, destination: Destination, scale: float) -> Iterator[None]:
@@ -84,6 +99,9 @@ class GradientCollector:
             module.register_forward_hook(self._embedding_hook(weight, indices), with_kwargs=True)
             for module, weight, indices in self._embeddings
         ]
+        hooks += [
+            module.register_forward_hook(self._autograd_hook(weight)) for module, weight in self._shared_with_autograd
+        ]
         for module, weight, indices in self._heads:
             hooks.append(module.register_forward_pre_hook(ask_no_gradient))
             hooks.append(module.register_forward_hook(self._head_hook(weight, indices)))
@@ -92,6 +110,7 @@ class GradientCollector:
     def begin_forward(self) -> None:
         """Call before each forward pass: its hooks count the contributions that the backward passes will make."""
         self._contributions.clear()
+        self._autograd_counted.clear()
 
     def begin_backward(self, into: list[tuple[str, float]]) -> None:
         """Call before each backward pass: what it computes is added, times a factor, to the vectors of these kinds."""
@@ -146,6 +165,16 @@ class GradientCollector:
             output.register_hook(collect)
 
         return watch
+
+    def _autograd_hook(self, weight: Weight) -> Any:
+        """A forward hook that expects what autograd adds up for a weight that has hooks as well: once for each pass."""
+
+        def expect(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            if output.requires_grad and weight.name not in self._autograd_counted:
+                self._autograd_counted.add(weight.name)
+                self._will_contribute(weight)
+
+        return expect
 
     def _will_contribute(self, weight: Weight) -> None:
         self._contributions[weight.name] = self._contributions.get(weight.name, 0) + 1
