@@ -251,8 +251,7 @@ def decoder_table(found: dict[str, Any], target_classes: Sequence[str]) -> str:
     for metric, entry in chosen.items():
         point = grid.get((entry["feature_factor"], entry["learning_rate"]))
         if point is not None:
-            where = f"factor {entry['feature_factor']:+g}, rate {entry['learning_rate']:g}"
-            rows.append(row(what_is_done(metric, entry), where, harm(entry), point))
+            rows.append(row(what_is_done(metric, entry), where_chosen(entry), harm(entry), point))
     header = [f"P({word}) | {dataset}" for dataset in target_classes for word in target_classes]
     harms = ["harm", "held out", *(["second"] if second else [])] if searched else []
     title = "decoder: probability of the words of a class at the blanks of a class, and what the language model loses"
@@ -276,16 +275,30 @@ def search_lines(found: dict[str, Any], chosen: dict[str, dict[str, Any]]) -> li
         lines += [table(("model", *(f"{100 * level:g} %" for level in levels)), rows)]
     for entry in chosen.values():
         if "indices" in entry:
-            pairs = [
-                f"{name} {entry['base_indices'][name]:.4f} -> {value:.4f}" for name, value in entry["indices"].items()
-            ]
-            lines += ["", "  " + ", ".join(pairs)]
+            lines += ["", balance_table(entry)]
     for number in range(len(found["completions"]["base"])):
         lines += [""] + [
             f"  {'base model' if name == 'base' else what_is_done(name, chosen[name]):<16}  {texts[number]}"
             for name, texts in found["completions"].items()
         ]
     return lines
+
+
+def where_chosen(entry: dict[str, Any]) -> str:
+    """By how much the weights move, where a search has found that, and the rate that this is equal to."""
+    rate = f"factor {entry['feature_factor']:+g}, rate {entry['learning_rate']:g}"
+    return f"{100 * entry['relative_change']:.3g} % of the weights: {rate}" if "relative_change" in entry else rate
+
+
+def balance_table(entry: dict[str, Any]) -> str:
+    """The indices of a balanced model at each kind of blanks, before and after."""
+    before, after = (entry[name]["by_blanks"] for name in ("base_indices", "indices"))
+    names = list(next(iter(after.values())))
+    rows = [
+        (blanks, *(f"{before[blanks][name]:.4f} -> {value:.4f}" for name, value in indices.items()))
+        for blanks, indices in after.items()
+    ]
+    return table(("blanks of", *names), rows)
 
 
 def what_is_done(metric: str, entry: dict[str, Any]) -> str:

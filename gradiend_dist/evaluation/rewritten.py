@@ -37,6 +37,7 @@ class Target:
     step: Step
     purpose: str | None
     effect: tuple[tuple[str, float, float], ...] = ()
+    relative_change: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def _selected_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, 
         require(asked.force, f"Nothing is rewritten: {refusal}. Pass force to take it all the same.")
     point, grid = (step.feature_factor, step.learning_rate), results.get("grid", {})
     effect = _effect(run, grid[BASE], grid[point], chosen) if BASE in grid and point in grid else ()
-    return Target(step, asked.purpose, effect)
+    return Target(step, asked.purpose, effect, chosen.get("relative_change"))
 
 
 def _given_step(run: TrainedRun, asked: RewriteRequest) -> Step:
@@ -262,7 +263,13 @@ def _whole_curvature(run: TrainedRun, target: Target) -> Tensor | None:
 
 
 def _change_of(model: ModelWithGradiend, target: Target, origin: str | None) -> Change:
-    return model.change(target.step, run=origin, purpose=target.purpose, effect=target.effect)
+    return model.change(
+        target.step,
+        run=origin,
+        purpose=target.purpose,
+        effect=target.effect,
+        relative_change=target.relative_change,
+    )
 
 
 def _save(

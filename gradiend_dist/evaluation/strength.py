@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradiend_dist.evaluation.balance import BALANCE, balance_of
+from gradiend_dist.evaluation.balance import BALANCE, balance_by_blanks, balance_of
 from gradiend_dist.evaluation.completions import completed, sentences
 from gradiend_dist.evaluation.decoder import ModelScores
 from gradiend_dist.evaluation.harm import UNKNOWN_TEXTS, TextLosses, TextScores, kept_losses, losses_as_kept
@@ -71,15 +71,20 @@ class Search:
     def _base(self) -> Entry:
         """The base model, which all harm is measured against."""
         base, self.losses = scored_base(self.points, self.scores, self.name)
-        usual = math.log(self.scores.asker.vocabulary)
-        if self.losses.mean > UNKNOWN_TEXTS * usual:
-            logger.warning(
-                "the base model predicts the neutral texts hardly better than by chance (loss %.2f of %.2f), so they "
-                "do not show what harms it: pass texts of its own kind as eval_neutral_data",
-                self.losses.mean,
-                usual,
-            )
+        self._tell_unknown_texts(self.losses, "neutral texts", "eval_neutral_data")
         return base
+
+    def _tell_unknown_texts(self, losses: TextLosses, what: str, argument: str) -> None:
+        usual = math.log(self.scores.asker.vocabulary)
+        if losses.mean > UNKNOWN_TEXTS * usual:
+            logger.warning(
+                "the base model predicts the %s hardly better than by chance (loss %.2f of %.2f), so they do not show "
+                "what harms it: pass texts of its own kind as %s",
+                what,
+                losses.mean,
+                usual,
+                argument,
+            )
 
     def _searches(self, base: Entry) -> dict[tuple[str, Way], StrengthSearch]:
         found = {}
@@ -160,7 +165,8 @@ class Search:
             "curve": [{"harm": harm, "value": value} for harm, value in mine[way].curve()],
         }
         if metric == BALANCE:
-            found |= {"indices": balance_of(entry, self.classes), "base_indices": balance_of(base, self.classes)}
+            for name, of in (("indices", entry), ("base_indices", base)):
+                found[name] = {**balance_of(of, self.classes), "by_blanks": balance_by_blanks(of, self.classes)}
         if not is_gain(found["base_value"], found["value"]):
             return _refused(found, self._no_gain(metric, found, tried))
         if best.error > self.request.max_harm:
@@ -215,6 +221,8 @@ class Search:
         places: list[Place] = list(dict.fromkeys([None, *chosen.values()]))
         found = self.points.each(places, look, name=lambda place: f"report_{digest}_{self.name(place)}")
         base = found[None]
+        if "second" in scores:
+            self._tell_unknown_texts(kept_losses(base["losses"]["second"]), "second texts", "second_neutral_data")
         for metric, step in chosen.items():
             for name in scores:
                 after, before = (kept_losses(entry["losses"][name]) for entry in (found[step], base))

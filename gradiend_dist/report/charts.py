@@ -35,12 +35,14 @@ LOOKS = ("c0", "c3", "c4", "c5", "c1", "c6", "c2")
 
 @dataclass(frozen=True)
 class Series:
-    """A line; a value of None is a gap. `band` gives the lowest and highest value around each of its points."""
+    """A line; a value of None is a gap. `band` gives the lowest and highest value around each of its points, `chosen`
+    is one of them that has a star."""
 
     name: str
     points: Sequence[Point]
     look: str = POSITIVE
     band: Sequence[tuple[float, float, float]] = ()
+    chosen: Point | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def line_chart(
     # The first series is the one that matters: it is drawn last.
     body += [part for line in reversed(series) for part in _line(line, x, y)]
     body += _stars(series, best, x, y) if best is not None else []
+    body += [_star(x(at), y(value)) for line in series for at, value in [line.chosen or (0, None)] if value is not None]
     body += _tips(series, x, x_name)
     marked = _key("mark", f"{mark} {_joined(thresholds)}") if thresholds else ""
     return panel(title, _legend(series) + marked, _svg(HEIGHT, title, body))

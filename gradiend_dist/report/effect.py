@@ -28,7 +28,7 @@ def rewriting(run: Run) -> str:
 
 def _by_harm(searched: Mapping[str, Any], completions: Mapping[str, Any]) -> str:
     series = [
-        Series(shorten(name), sorted(_points(entry)), look)
+        Series(shorten(name), sorted(_points(entry)), look, chosen=_point(mapping(entry)))
         for (name, entry), look in zip(searched.items(), LOOKS, strict=False)
     ]
     chart = charts.line_chart(
@@ -36,31 +36,52 @@ def _by_harm(searched: Mapping[str, Any], completions: Mapping[str, Any]) -> str
     )
     text = (
         "Probability of a class's words at the blanks of the other class, by how much the perplexity on neutral texts "
-        "has grown. The chosen step is the one that gains most within the allowed harm."
+        "has grown. The chosen step (star) is the one that gains most within the allowed harm."
     )
-    names = ("", "base model", "rewritten", "harm", "on other texts", "second corpus", "learning rate", "")
+    names = ("", "base model", "rewritten", "harm", "on other texts", "second corpus", "weights move by", "rate", "")
     rows = [_chosen(name, mapping(entry)) for name, entry in searched.items()]
     sentences = "".join(_completed(completions))
-    return f'<p class="note">{text}</p><div class="pair">{chart}</div>{table(names, rows)}{sentences}'
+    found = f"{table(names, rows)}{_curves(searched)}{sentences}"
+    return f'<p class="note">{text}</p><div class="pair">{chart}</div>{found}'
+
+
+def _curves(searched: Mapping[str, Any]) -> str:
+    """What each class reaches within harms of other sizes."""
+    curves = {}
+    for name, entry in searched.items():
+        points = [numbers(point) for point in mappings(mapping(entry).get("curve"))]
+        curves[name] = {point["harm"]: point["value"] for point in points if point.keys() >= {"harm", "value"}}
+    levels = sorted({level for curve in curves.values() for level in curve})
+    if not levels:
+        return ""
+    head = ("reached within", *(f"{100 * level:g} %" for level in levels))
+    rows = [(escape(shorten(name)), *(or_dash(c.get(level), exact) for level in levels)) for name, c in curves.items()]
+    return table(head, rows)
 
 
 def _points(entry: Any) -> Iterator[Point]:
     for trial in mappings(mapping(entry).get("trials")):
-        harm, value = number(trial.get("harm")), number(trial.get("value"))
-        if harm is not None and value is not None:
-            yield max(LEAST_HARM, 100 * harm), value
+        point = _point(trial)
+        if point is not None:
+            yield point
+
+
+def _point(trial: Mapping[str, Any]) -> Point | None:
+    harm, value = number(trial.get("harm")), number(trial.get("value"))
+    return None if harm is None or value is None else (max(LEAST_HARM, 100 * harm), value)
 
 
 def _chosen(name: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
     harms = (_percent(found) for found in (entry, mapping(entry.get("held_out")), mapping(entry.get("second"))))
     value, before = number(entry.get("value")), number(entry.get("base_value"))
-    rate = number(entry.get("learning_rate"))
+    change, rate = number(entry.get("relative_change")), number(entry.get("learning_rate"))
     why = entry.get("refusal")
     return (
         escape(shorten(name)),
         or_dash(before, exact),
         or_dash(value, exact),
         *harms,
+        or_dash(change, lambda found: f"{100 * found:.3g} %"),
         or_dash(rate, lambda found: f"{found:.3g}"),
         f'<span class="why">{escape(why)}</span>' if why else "",
     )

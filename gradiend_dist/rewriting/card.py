@@ -70,6 +70,8 @@ class Change:
     """What was measured: (name, before, after)."""
     strength: float = 1.0
     """Of the step; what was measured is about 1."""
+    relative_change: float | None = None
+    """Of the norm of the weights that move, where it was measured."""
 
     def card(self, *, alone: bool = False) -> str:
         """`alone`: of a directory that holds the change without the model."""
@@ -78,6 +80,7 @@ class Change:
         step = self.step
         factor = "" if step.part != "decoder" else f", feature factor {step.feature_factor}"
         vector = "the decoder's vector" if step.part == "decoder" else f"the vector `{step.part}`"
+        moved = self.strength * (self.relative_change or 0.0)
         verb, stay = ("are", "stay as they are") if alone else ("were", "are as they were")
         lines = [
             f"---\n{on_hub}library_name: transformers\ntags:\n- gradiend\n---\n",
@@ -88,6 +91,7 @@ class Change:
             "| | |",
             "|---|---|",
             f"| changed by | learning rate {step.learning_rate:g} times {vector}{factor} |",
+            *([] if self.relative_change is None else [f"| moves these by | {100 * moved:.3g} % of their norm |"]),
             *([] if self.strength == 1.0 else [f"| strength | {self.strength:g} times that |"]),
             *([] if step.scaling == "plain" else [f"| scaled by | {SCALED_BY[step.scaling]} |"]),
             f"| learnt by | `{self.run or 'a model in memory'}` |",

@@ -22,6 +22,7 @@ from gradiend_dist.evaluation.selection import (
     default_policy,
     strengthening_factor,
     summarize,
+    tell_edges,
 )
 from gradiend_dist.gradients.cloze import CausalObjective, MaskedObjective, causal_text_questions, masked_text_questions
 
@@ -297,6 +298,13 @@ def test_summary__only_points_that_push_the_right_way_compete():
 
 
 # --- the call
+
+
+@pytest.mark.parametrize(("rate", "told"), [(1e-3, "smallest"), (1e-2, None), (1e-1, "largest")])
+def test_best_point_at_the_edge_of_a_grid__is_told(rate, told, caplog):
+    tell_edges({"M": {"learning_rate": rate}}, [1e-1, 1e-2, 1e-3])
+    assert ("lie beyond it" in caplog.text) == (told is not None)
+    assert told is None or f"at the {told} learning rate of the grid" in caplog.text
 
 
 def test_wrong_arguments__are_refused_before_anything_is_scored(trained, monkeypatch):

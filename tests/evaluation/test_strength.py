@@ -101,6 +101,10 @@ def test_scale_of_the_decoder__does_not_change_the_model(factor, trained, found)
         assert other[name]["relative_change"] == found[name]["relative_change"]
         assert other[name]["learning_rate"] == pytest.approx(found[name]["learning_rate"] / factor, rel=1e-4)
         assert other[name]["value"] == pytest.approx(found[name]["value"], rel=1e-3)
+    with decoder_scaled(trained, factor):
+        changed = trained.rewrite_base_model(other, target_class="F").state_dict()
+    for name, weight in trained.rewrite_base_model(found, target_class="F").state_dict().items():
+        torch.testing.assert_close(changed[name], weight, rtol=1e-4, atol=1e-6)
 
 
 def test_useless_direction__is_a_sentence_and_not_a_model(trained, tmp_path):
@@ -127,22 +131,50 @@ def test_useless_direction__is_a_sentence_and_not_a_model(trained, tmp_path):
 
 
 def test_texts_unlike_the_models_own__are_told(trained, caplog):
+    """Those of the search, and those of a second corpus, which is measured beside them."""
     texts = pd.DataFrame({"text": [f"zq xv {place} jj kw pp {place * 7} vv qq" for place in range(12)]})
     trained.evaluate_decoder(target_class="F", neutral_df=texts, use_cache=False)
-    assert "hardly better than by chance" in caplog.text and "eval_neutral_data" in caplog.text
+    assert "hardly better than by chance" in caplog.text and "as eval_neutral_data" in caplog.text
+    caplog.clear()
+    second = trained.evaluate_decoder(target_class="F", second_neutral_data=texts, use_cache=False)["F"]["second"]
+    assert second["harm_error"] > 0.0 and "as second_neutral_data" in caplog.text
+
+
+def test_clearly_harmful_step__is_dropped_after_a_fifth_of_the_texts(trained):
+    """Fails if a step a thousand times too large is asked all questions, or scored as if it were usable."""
+    evaluation = DecoderEvaluation(trained, DecoderRequest(use_cache=False))
+    scores, _ = evaluation.scores()
+    with evaluation.points(scores) as points:
+        _, losses = scored_base(points, scores, evaluation.name)
+        direction = evaluation.ways()["F"][0].direction
+        far = direction.of_rate(points.extent(direction, "extent").rate(0.3))
+        found = points.each([far], lambda: scores.measure(losses, 0.05), name=evaluation.name)[far]
+        whole = points.each([far], lambda: scores.measure(losses), name=lambda place: f"whole_{place}")[far]
+    assert set(found) == {"harm", "harm_error"} and found["harm"] > 0.05
+    assert whole["harm"] > 0.05 and "probs" in whole
 
 
 def test_balance__makes_both_classes_equally_probable(trained, tmp_path):
-    """And keeps them probable: their sum at the blanks of both stays."""
-    results = trained.evaluate_decoder(target_class="balance", use_cache=False)
-    indices, before = results["balance"]["indices"], results["balance"]["base_indices"]
-    assert set(indices) == {"bpi", "pi_M", "pi_F"}
-    assert indices["bpi"] >= before["bpi"]
-    if "refusal" in results["balance"]:
-        assert before["bpi"] > 0.9 * indices["bpi"], "blanks of both classes are balanced already"
-        return
+    """Of a model that says each word at the blanks of its own class alone: means over all blanks would be equal."""
+    results = trained.evaluate_decoder(target_class="balance", max_harm=0.05, use_cache=False)
+    found, before = results["balance"]["indices"], results["balance"]["base_indices"]
+    assert set(found) == {"bpi", "pi_M", "pi_F", "by_blanks"} and set(found["by_blanks"]) == {"M", "F"}
+    assert "refusal" not in results["balance"] and found["bpi"] > 2.0 * before["bpi"], "the base is not balanced"
+    probabilities = results["grid"][results["balance"]["feature_factor"], results["balance"]["learning_rate"]]
+    for blanks, words in probabilities["probs_by_dataset"].items():
+        assert sum(words.values()) > 0.9 * sum(results["grid"]["base"]["probs_by_dataset"][blanks].values())
     trained.rewrite_base_model(results, target_class="balance", output_dir=tmp_path / "balanced")
     assert load_file(tmp_path / "balanced" / "model.safetensors")
+
+
+def test_balance__at_blanks_of_ones_own(trained):
+    """They are what is looked at, and those of the rows are told beside them."""
+    blanks = pd.DataFrame(
+        {"text": ["The doctor said that [MASK] was tired.", "The nurse left because [MASK] was ill."]}
+    )
+    found = trained.evaluate_decoder(target_class="balance", neutral_blanks=blanks, use_cache=False)["balance"]
+    assert set(found["indices"]["by_blanks"]) == {"M", "F", "neutral"}
+    assert found["base_indices"]["bpi"] == found["base_indices"]["by_blanks"]["neutral"]["bpi"]
 
 
 def test_search__goes_on_with_the_steps_that_are_kept(trained, found, monkeypatch):

@@ -452,6 +452,21 @@ def test_rewriting__one_panel_for_each_factor(tmp_path):
     assert "Base model: P(M) at F 0.1250, P(F) at M 0.2500, language-model score 0.5000." in text
 
 
+def test_rewriting__of_a_search_is_drawn_over_harm_with_its_choice_and_what_other_harms_reach(tmp_path):
+    run = finished_run(tmp_path)
+    stars = [tag for tag, _ in read(run).tags].count("polygon")
+    trials = [{"harm": harm, "value": value} for harm, value in ((0.001, 0.3), (0.008, 0.9), (0.06, None))]
+    chosen = {"base_value": 0.125, "value": 0.9, "harm": 0.008, "harm_error": 0.001, "relative_change": 4.1e-4}
+    curve = [{"harm": 0.001, "value": 0.3}, {"harm": 0.005, "value": 0.75}]
+    entry = {**chosen, "learning_rate": 0.02, "trials": trials, "curve": curve}
+    write(run / "decoder_grid_cache.json", {"results": [], "selected": {"M": entry}})
+    found = read(run)
+    text = found["rewriting"]
+    assert "reached within 0.1 % 0.5 %" in text and "M 0.3000 0.7500" in text
+    assert "+0.80 ± 0.10 %" in text and "0.041 % 0.02" in text
+    assert [tag for tag, _ in found.tags].count("polygon") == stars + 1
+
+
 # --- what the page is made of
 
 
