@@ -17,11 +17,13 @@ from gradiend_dist.memory import (
     Head,
     Need,
     Run,
+    encoder_and_decoder,
     need_fsdp,
     need_of_base,
     need_placed,
     need_sliced,
     need_zero,
+    share_of,
     sliced,
     together,
 )
@@ -95,13 +97,5 @@ def _need_beside_base(run: Run, placement: Placement) -> Need:
     if all(on_base):
         return need_placed(run, gpus=1)
     head, whole = run.head, sliced(run.head, run.head.n)
-    shares = (head.latent_dim, head.vectors - head.latent_dim)
-    vectors = sum(share for share, here in zip(shares, on_base, strict=True) if here)
-    here = replace(
-        whole,
-        weights=whole.weights * vectors // head.vectors,
-        moments=whole.moments * vectors // head.vectors,
-        gradients=0,
-        step_buffers=whole.step_buffers if vectors else 0,
-    )
-    return together(need_of_base(run), here)
+    vectors = sum(share for share, here in zip(encoder_and_decoder(head), on_base, strict=True) if here)
+    return together(need_of_base(run), share_of(whole, head, vectors))

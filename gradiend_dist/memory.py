@@ -227,7 +227,7 @@ def all_reduce(whole: int, ranks: int) -> int:
 
 
 def bucket_sizes(weight_sizes: Sequence[int], size: int = BUCKET) -> list[int]:
-    """How `reduction.Buckets` cuts these weights."""
+    """How `gradients.buckets.Buckets` cuts these weights."""
     found, together = [], 0
     for entries in reversed(weight_sizes):
         if together and together + entries > size:
@@ -237,7 +237,7 @@ def bucket_sizes(weight_sizes: Sequence[int], size: int = BUCKET) -> list[int]:
     return [*found, together] if together else found
 
 
-def travelling(weight_sizes: Sequence[int], ranks: int, *, everyone_all: bool) -> int:
+def bytes_in_flight(weight_sizes: Sequence[int], ranks: int, *, everyone_all: bool) -> int:
     """Bytes of the bucket that fills and of those that travel, with what arrives of each (in place if all get all)."""
     sizes = bucket_sizes(weight_sizes)
     window = IN_FLIGHT + 2
@@ -310,17 +310,27 @@ def need_placed(run: Run, gpus: int) -> Need:
     if gpus == 1:
         return together(model, replace(whole, gradients=0))
     encoder, decoder = (
-        replace(
-            whole,
-            weights=whole.weights * vectors // head.vectors,
-            moments=whole.moments * vectors // head.vectors,
-            gradients=4 * head.n * head.items,
-        )
-        for vectors in (head.latent_dim, head.vectors - head.latent_dim)
+        share_of(whole, head, vectors, gradients=4 * head.n * head.items) for vectors in encoder_and_decoder(head)
     )
     two = [together(model, replace(encoder, gradients=0)), decoder]
     fullest = max(two if gpus == 2 else [encoder, decoder, model], key=lambda need: need.peak)
     return replace(fullest, host=whole.host + model.host, sent=4 * head.n * head.items * (gpus - 1))
+
+
+def encoder_and_decoder(head: Head) -> tuple[int, int]:
+    """Of the vectors, those of either half."""
+    return head.latent_dim, head.vectors - head.latent_dim
+
+
+def share_of(whole: Need, head: Head, vectors: int, *, gradients: int = 0) -> Need:
+    """What some of the vectors take of a device that would hold all."""
+    return replace(
+        whole,
+        weights=whole.weights * vectors // head.vectors,
+        moments=whole.moments * vectors // head.vectors,
+        gradients=gradients,
+        step_buffers=whole.step_buffers if vectors else 0,
+    )
 
 
 def together(a: Need, b: Need) -> Need:
@@ -353,7 +363,7 @@ def need_sliced(run: Run, ranks: int) -> Need:
     """The base whole on every rank, gradients reduce-scattered to their owners."""
     base, head = run.base, run.head
     part = -(-head.n // ranks)
-    buffers = single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=False)
+    buffers = single_gradient(base) + bytes_in_flight(base.weight_sizes, ranks, everyone_all=False)
     sent = head.items * head.kinds * all_gather(4 * head.n, ranks)
     return with_base(sliced(head, part), run, ranks, part, -(-base.n // ranks), base_buffers=buffers, sent=sent)
 
@@ -371,7 +381,7 @@ def need_fsdp(run: Run, ranks: int) -> Need:
 def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Need:
     """The base whole on every rank, and whole gradients too."""
     base, head = run.base, run.head
-    buffers = single_gradient(base) + travelling(base.weight_sizes, ranks, everyone_all=True)
+    buffers = single_gradient(base) + bytes_in_flight(base.weight_sizes, ranks, everyone_all=True)
     sent = head.items * head.kinds * all_reduce(4 * head.n, ranks)
     need = zero(head, stage, ranks, offload=offload)
     return with_base(need, run, ranks, head.n, -(-base.n // ranks), base_buffers=buffers, sent=sent)

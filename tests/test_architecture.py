@@ -182,3 +182,61 @@ def test_imports__are_seen_in_every_form(source, found):
 
 if __name__ == "__main__":
     print(tree())
+
+
+# Who asks for the argument itself: it is checked and read there, or a result depends on it as on every argument.
+READS_COMPAT = ("config.arguments", "evaluation.encoder_report", "evaluation.decoder_evaluation")
+
+
+def test_differences_to_the_reference__are_asked_of_behaviour():
+    """Fails if code branches on `compat`: config/compat.py would no longer list every difference."""
+    branches = [
+        f"{module}:{node.lineno}"
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "compat" and module not in READS_COMPAT
+    ]
+    assert not branches
+
+
+COLLECTIVES = frozenset(
+    "total total_on_host smallest largest all_agree gather decide first together concatenate redistribute all_reduce "
+    "reduce_scatter exchange broadcast barrier meet".split()
+)
+# Modules whose classes say it once for all of their methods, or which are the collectives.
+SAID_ABOVE = ("distributed.",)
+
+
+def says_who_calls(node: ast.AST) -> bool:
+    text = (ast.get_docstring(node) or "").lower()  # type: ignore[arg-type]
+    return "all ranks" in text or "every rank" in text or "rank 0" in text or "ranks of" in text
+
+
+def test_functions_that_call_collectives__say_who_must_call_them():
+    """A function that only some ranks enter would hang the others: its docstring, or its class's, says who must."""
+    silent = []
+    for module, path in modules().items():
+        if module.startswith(SAID_ABOVE):
+            continue
+        tree = ast.parse(path.read_text())
+        said = {
+            id(child)
+            for outer in ast.walk(tree)
+            if isinstance(outer, ast.ClassDef | ast.FunctionDef) and says_who_calls(outer)
+            for child in ast.walk(outer)
+        }
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef) and id(function) not in said and calls_collective(function):
+                silent.append(f"{module}.{function.name}:{function.lineno}")
+    assert not silent
+
+
+def calls_collective(function: ast.FunctionDef) -> bool:
+    """By its own lines: `comm.gather(...)`, `self.comm.first(...)`."""
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return any(
+        isinstance(call, ast.Attribute)
+        and call.attr in COLLECTIVES
+        and ast.unparse(call.value).split(".")[-1] == "comm"
+        for call in calls
+    )

@@ -125,7 +125,7 @@ def run_on_finished(
     run: Callable[[TextPredictionTrainer, Options], int],
     argv: Sequence[str],
 ) -> int:
-    """A command on the directory of a finished run."""
+    """A command on the directory of a finished run. All ranks call this."""
     process.set_up_logging()
     try:
         run_dir, options = parse(argv)

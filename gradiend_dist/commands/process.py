@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.distributed.interrupt import Interrupt, Preempted, grace_seconds, hearing
+from gradiend_dist.distributed.interrupt import Interrupt, Preempted, grace_seconds, listening_for_a_command
 from gradiend_dist.distributed.launch import launched
 from gradiend_dist.distributed.launcher import follow_the_launcher
 from gradiend_dist.distributed.peers import PeerError, PeerLost, is_lost_peer
@@ -54,7 +54,7 @@ class Process:
     def run(self, work: Callable[[Interrupt], int], timeout: float) -> int:
         """Do the work among the ranks that were launched; a wrong input is one line and exit code 2, wherever found."""
         follow_the_launcher()  # where a script of a user's has not
-        with hearing(self._last_words) as interrupt:
+        with listening_for_a_command(self._last_words) as interrupt:
             code, words, outcome = self._attempt(work, interrupt, timeout)
         return self.end(code, words, outcome)
 

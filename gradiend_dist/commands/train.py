@@ -88,6 +88,7 @@ def feature_flags() -> list[str]:
 
 
 def run(command: Command, interrupt: Interrupt) -> int:
+    """Train, or say what would be trained, and show the table. All ranks call this."""
     from gradiend_dist.commands import summary as report
     from gradiend_dist.report.plots import check_format
     from gradiend_dist.trainer import TextPredictionTrainer

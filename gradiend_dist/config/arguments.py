@@ -137,7 +137,8 @@ class TrainingArguments(
         and more items than latents.
         """
         if self.initialization == "auto":
-            return self.target == "diff" and self.compat is None and self.spectral_items > self.latent_dim
+            holds = self.target == "diff" and self.spectral_items > self.latent_dim
+            return holds and not self.behaviour.starts_at_random
         return self.initialization == "spectral"
 
     @property

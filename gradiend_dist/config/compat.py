@@ -54,6 +54,10 @@ class Behaviour:
     were. Corrected: the turn is exact, loss and further training are unchanged by it; with an encoder activation that
     is not odd there is no such turn, and none is made."""
 
+    starts_at_random: bool = False
+    """A start that is left to the run is random. Corrected: the closed form, where the target changes its sign with
+    the class."""
+
     draws_on_host: bool = False
     """A random start is drawn number by number on the host, five times as many as there are weights to train, by every
     rank. Corrected: by position and on the device, each rank its own; other numbers of the same distribution."""
@@ -80,6 +84,13 @@ class Behaviour:
     hide a piece of a target word or a word of another class; repeated rows count again, a cap counts for all rows
     together, and neutral texts come with every split. Corrected: exactly one token is hidden, of no class's words;
     every text counts, once; with the test split."""
+
+    strength_on_a_grid: bool = False
+    """How far to rewrite is selected of a grid of learning rates. Corrected: where none are given, it is searched in
+    units of harm."""
+
+    rewrites_at_any_cost: bool = False
+    """A change that an evaluation has found to be useless or harmful is made all the same. Corrected: when forced."""
 
     lms_on_special_tokens: bool = False
     """The language-model score of the decoder evaluation also asks for [CLS], [SEP] and the end of a text. Corrected:

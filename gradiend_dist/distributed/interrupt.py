@@ -90,7 +90,7 @@ class Interrupt:
         return handlers, descriptor
 
     @contextlib.contextmanager
-    def patiently(self) -> Iterator[None]:
+    def deferring_to_steps(self) -> Iterator[None]:
         """In this block a request is looked for at every step, and `look` leaves it to that."""
         self._patient = True
         try:
@@ -150,7 +150,7 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def hearing(last_words: Callable[[Preempted], None]) -> Iterator[Interrupt]:
+def listening_for_a_command(last_words: Callable[[Preempted], None]) -> Iterator[Interrupt]:
     """Signals while a command works: by who listens for the whole process, or else in this block.
 
     Until the command gives them time (`grace`), they end the process as it stands.
@@ -172,7 +172,7 @@ def _hold_back() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _let_come() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
@@ -184,10 +184,10 @@ def _forget_in_child() -> None:
         for number in SIGNALS:
             if signal.getsignal(number) is _note:
                 signal.signal(number, signal.SIG_DFL)
-    _let_come()
+    _unblock_signals()
 
 
-os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_forget_in_child)
+os.register_at_fork(before=_hold_back, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
 
 
 def stop_if_told() -> None:

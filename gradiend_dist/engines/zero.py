@@ -71,6 +71,7 @@ class ZeroEngine(Engine):
         weakref.finalize(self, release, self.engine).atexit = False
 
     def step(self, batches: list[GradiendBatch], learning_rate: float) -> Tensor:
+        """As `Engine.step`. All ranks call this."""
         for settings, group in zip(self.engine.optimizer.param_groups, self.groups, strict=True):
             settings["lr"] = learning_rate * group.rate
         loss = self.engine(*self._inputs(batches))

@@ -18,7 +18,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.balance import BALANCE
 from gradiend_dist.evaluation.decoder import ModelScores, Words, scored_rows
 from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES, LEARNING_RATES, grid_steps
-from gradiend_dist.evaluation.points import Entry, Kept, Place, Points, grid_key, shown
+from gradiend_dist.evaluation.points import Entry, Place, PointCache, Points, grid_key, shown
 from gradiend_dist.evaluation.request import DecoderRequest, first_given
 from gradiend_dist.evaluation.selection import (
     BASE,
@@ -29,7 +29,7 @@ from gradiend_dist.evaluation.selection import (
     summarize,
     tell_edges,
 )
-from gradiend_dist.evaluation.strength import Search, Way, scored_base
+from gradiend_dist.evaluation.strength import ClassSearches, SearchDirection, scored_base
 from gradiend_dist.evaluation.texts import Texts, curvature_texts, scored_texts, without_repeats
 from gradiend_dist.evaluation.trained_run import TrainedRun
 from gradiend_dist.rewriting.step import Step
@@ -50,7 +50,8 @@ class DecoderEvaluation:
         self.run, self.request, self.session, self.comm = run, request, run.session, run.comm
         self.args, self.config = run.args, run.config
         self.classes = run.target_classes
-        self.by_search = not (request.selects_by_hand or self.args.decoder_eval_lrs or self.args.compat)
+        by_grid = self.args.behaviour.strength_on_a_grid or self.args.decoder_eval_lrs
+        self.by_search = not (request.selects_by_hand or by_grid)
         balances = request.target_class == BALANCE
         require(
             self.by_search or not balances,
@@ -102,14 +103,20 @@ class DecoderEvaluation:
             logger.warning("the direction is scaled by tensor and not by curvature. %s", error)
             return "tensor", None
 
-    def ways(self) -> dict[str, list[Way]]:
+    def ways(self) -> dict[str, list[SearchDirection]]:
         """For each metric, the ways that may serve it."""
         request = self.request
         ways = [(factor, Step(1.0, factor, request.part, self.scaling)) for factor in self.feature_factors]
         if request.part != "decoder":
-            return {metric: [Way(step, sign) for _, step in ways for sign in SIGNS] for metric in self.metrics}
+            return {
+                metric: [SearchDirection(step, sign) for _, step in ways for sign in SIGNS] for metric in self.metrics
+            }
         return {
-            metric: [Way(step) for factor, step in ways if metric == BALANCE or pushes(factor, metric, self.factors)]
+            metric: [
+                SearchDirection(step)
+                for factor, step in ways
+                if metric == BALANCE or pushes(factor, metric, self.factors)
+            ]
             for metric in self.metrics
         }
 
@@ -121,7 +128,7 @@ class DecoderEvaluation:
         points, directory = self.points(scores), self.run.experiment_dir
         with points:
             if self.by_search:
-                search = Search(self.request, scores, points, self.ways(), self.name)
+                search = ClassSearches(self.request, scores, points, self.ways(), self.name)
                 found = search.results({"held_out": report_texts, "second": self._second_texts()})
             else:
                 found = self._grid(scores, points)
@@ -152,7 +159,7 @@ class DecoderEvaluation:
     def points(self, scores: ModelScores) -> Points:
         """The base model, to be moved inside a `with` block."""
         use_cache = bool(first_given(self.request.use_cache, self.args.use_cache))
-        kept = Kept(self.comm, self.run.experiment_dir, self._depends_on(scores), use_cache=use_cache)
+        kept = PointCache(self.comm, self.run.experiment_dir, self._depends_on(scores), use_cache=use_cache)
         model, saved_at = self.run.get_model(), self.run.saved_at()
         return Points(self.session, model, self.config, self.scaling, kept, saved_at=saved_at)
 

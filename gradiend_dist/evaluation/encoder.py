@@ -219,7 +219,10 @@ def _interleave(by_rank: list[npt.NDArray[np.float64]], count: int) -> npt.NDArr
 
 
 def _require_finite_gradients(gradients: GradientSource, suspects: Sequence[Item], kind: str) -> None:
-    """An encoding that is not finite is the base model's doing if the gradient is not; if it is, the encoder's."""
+    """An encoding that is not finite is the base model's doing if the gradient is not; if it is, the encoder's.
+
+    All ranks call this.
+    """
     for item in suspects:
         fine = bool(gradients.get(item, [kind], keep=False)[kind].isfinite().all())
         if not gradients.base.comm.all_agree(fine):

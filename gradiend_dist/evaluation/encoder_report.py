@@ -33,7 +33,7 @@ class EncoderReport:
         self.args, self.data = session.args, session.data
 
     def result(self, directory: Path | None, *, use_cache: bool, return_df: bool) -> dict[str, Any]:
-        """The metrics; written to `directory`, or read from it where they are still right."""
+        """The metrics; written to `directory`, or read from it where they are still right. All ranks call this."""
         depends_on = self._fingerprint()
         name = f"encoded_values{f'_max_size_{self.max_size}' if self.max_size else ''}_split_{self.split}"
         stored = None if directory is None else directory / name

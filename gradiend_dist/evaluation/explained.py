@@ -86,7 +86,7 @@ class HeldOut:
         assert self._products is not None, "made by the first measurement"
         size = float(self._products.trace())
         around_mean = size - float(self._products.sum()) / len(self._products)
-        unexplained = out_of_reach(self._products, self.labels, latent_dim)
+        unexplained = unexplained_by_class_means(self._products, self.labels, latent_dim)
         found: dict[str, float | None] = {}
         for name, whole in (("explained", size), ("explained_centred", around_mean)):
             is_there = whole > 1e-12 * size
@@ -95,7 +95,7 @@ class HeldOut:
         return found
 
 
-def out_of_reach(products: Tensor, labels: Tensor, latent_dim: int) -> float | None:
+def unexplained_by_class_means(products: Tensor, labels: Tensor, latent_dim: int) -> float | None:
     """What class means on a line (plane, ...) leave of the squares, for their true means; None with too few items."""
     classes = labels.unique()
     member = (labels.unsqueeze(0) == classes.unsqueeze(1)).to(products)

@@ -29,7 +29,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.curvature import scaling_in_place
 from gradiend_dist.evaluation.selection import BASE
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
-from gradiend_dist.rewriting.move import Extent, InPlace, Vectors, VectorsInFile, VectorsInMemory
+from gradiend_dist.rewriting.move import DirectionNorms, InPlace, Vectors, VectorsInFile, VectorsInMemory
 from gradiend_dist.rewriting.step import Step
 from gradiend_dist.session import Session
 from gradiend_dist.storage.files import jsonable, read_json, write_json
@@ -44,7 +44,7 @@ Place = Step | None
 """None: the base model."""
 
 
-class Kept:
+class PointCache:
     """What was found at points before, as far as it is still right."""
 
     def __init__(self, comm: Comm, directory: Path | None, depends_on: Mapping[str, Any], *, use_cache: bool) -> None:
@@ -89,7 +89,7 @@ class Points(AbstractContextManager["Points"]):
         model: ModelWithGradiend,
         config: TextPredictionConfig,
         scaling: str,
-        kept: Kept,
+        kept: PointCache,
         *,
         saved_at: Path | None,
     ) -> None:
@@ -103,7 +103,7 @@ class Points(AbstractContextManager["Points"]):
         if self._moved is not None:
             self._moved.restore()
 
-    def extent(self, step: Step, name: str) -> Extent:
+    def extent(self, step: Step, name: str) -> DirectionNorms:
         """How long the direction of a step is; kept as `name`."""
         known = self.kept.read([name]).get(name)
         if known is None:
@@ -111,7 +111,7 @@ class Points(AbstractContextManager["Points"]):
             found = self._in_place().extent(step, self.comm if sharded else Comm())
             known = self.comm.decide(dict(vars(found)))
             self.kept.write(name, known)
-        return Extent(known["length"], known["weights"])
+        return DirectionNorms(known["length"], known["weights"])
 
     def each(
         self,

@@ -100,7 +100,7 @@ def _selected_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, 
             f"{argument}={value} is not what decoder_results are about, which is {known}: leave it out.",
         )
     refusal = chosen.get("refusal")
-    if refusal is not None and run.args.compat is None:
+    if refusal is not None and not run.args.behaviour.rewrites_at_any_cost:
         require(step.learning_rate != 0.0, f"Nothing is rewritten: {refusal}.")
         require(asked.force, f"Nothing is rewritten: {refusal}. Pass force to take it all the same.")
     point, grid = (step.feature_factor, step.learning_rate), results.get("grid", {})

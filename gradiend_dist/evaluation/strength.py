@@ -21,7 +21,7 @@ from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.evaluation.search import StrengthSearch, Trial, is_gain
 from gradiend_dist.evaluation.selection import BASE, WEAKEN
 from gradiend_dist.evaluation.texts import Texts
-from gradiend_dist.rewriting.move import Extent
+from gradiend_dist.rewriting.move import DirectionNorms
 from gradiend_dist.rewriting.step import Step
 from gradiend_dist.storage.fingerprint import text_hash
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Way:
+class SearchDirection:
     """One way along one direction."""
 
     direction: Step
     sign: float = 1.0
 
 
-class Search:
+class ClassSearches:
     """The searches of one evaluation: one for each metric and each way that may serve it.
 
     All ranks make it and call its methods.
@@ -47,13 +47,13 @@ class Search:
         request: DecoderRequest,
         scores: ModelScores,
         points: Points,
-        ways: Mapping[str, Sequence[Way]],
+        ways: Mapping[str, Sequence[SearchDirection]],
         name: Callable[[Place], str],
     ) -> None:
         self.request, self.scores, self.points, self.ways, self.name = request, scores, points, ways, name
         self.classes = scores.session.data.target_classes
         self.scored: dict[Step, Entry] = {}
-        self.extents: dict[Step, Extent] = {}
+        self.extents: dict[Step, DirectionNorms] = {}
 
     def results(self, report: Mapping[str, Texts | None]) -> dict[str, Any]:
         """What was found for each metric, and every point; what is chosen is measured on the texts of `report` too."""
@@ -86,14 +86,14 @@ class Search:
                 argument,
             )
 
-    def _searches(self, base: Entry) -> dict[tuple[str, Way], StrengthSearch]:
+    def _searches(self, base: Entry) -> dict[tuple[str, SearchDirection], StrengthSearch]:
         found = {}
         for metric, ways in self.ways.items():
             for way in ways:
                 found[metric, way] = StrengthSearch(self._value(metric, base), self.request.max_harm)
         return found
 
-    def _go_on(self, searches: Mapping[tuple[str, Way], StrengthSearch]) -> bool:
+    def _go_on(self, searches: Mapping[tuple[str, SearchDirection], StrengthSearch]) -> bool:
         """One evaluation for each search that wants one, in an order that all ranks know; False when none does."""
         proposed = {key: change for key, search in searches.items() if (change := search.next()) is not None}
         steps = {key: self._step(key[1], change) for key, change in proposed.items()}
@@ -104,12 +104,12 @@ class Search:
             searches[key].record(Trial(change, entry["harm"], entry["harm_error"], value))
         return bool(proposed)
 
-    def _extent(self, direction: Step) -> Extent:
+    def _extent(self, direction: Step) -> DirectionNorms:
         if direction not in self.extents:
             self.extents[direction] = self.points.extent(direction, f"extent_{self.name(direction)}")
         return self.extents[direction]
 
-    def _step(self, way: Way, change: float) -> Step:
+    def _step(self, way: SearchDirection, change: float) -> Step:
         """Six digits of the learning rate: the last ones depend on the order in which ranks add up."""
         rate = way.sign * self._extent(way.direction).rate(change)
         return way.direction.of_rate(float(f"{rate:.6g}"))
@@ -132,7 +132,9 @@ class Search:
             return 1.0 - float(entry["probs_factual"][metric.removesuffix(WEAKEN)])
         return float(entry["probs"][metric])
 
-    def _selected(self, metric: str, searches: Mapping[tuple[str, Way], StrengthSearch], base: Entry) -> dict[str, Any]:
+    def _selected(
+        self, metric: str, searches: Mapping[tuple[str, SearchDirection], StrengthSearch], base: Entry
+    ) -> dict[str, Any]:
         """The best step of a metric, with its curve, and why it should not be taken where it should not."""
         mine = {way: search for (name, way), search in searches.items() if name == metric}
         tried = [trial for search in mine.values() for trial in search.trials]
@@ -177,7 +179,7 @@ class Search:
             )
         return found
 
-    def _shown(self, way: Way, trial: Trial) -> dict[str, Any]:
+    def _shown(self, way: SearchDirection, trial: Trial) -> dict[str, Any]:
         step = self._step(way, trial.change)
         return {
             "feature_factor": step.feature_factor,

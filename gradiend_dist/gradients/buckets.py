@@ -85,7 +85,7 @@ class Direct(Destination):
 
 
 @dataclass(frozen=True)
-class Cargo:
+class Transfer:
     """What is sent at once: a range of a bucket, and which entries of it are whose."""
 
     where: slice
@@ -111,7 +111,7 @@ class Bucket:
             yield weight.name, slice(offset, offset + weight.num_selected)
             offset += weight.num_selected
 
-    def cargoes(self, slices_by_rank: Sequence[Slices], rank: int, limit: int) -> Iterator[Cargo]:
+    def transfers(self, slices_by_rank: Sequence[Slices], rank: int, limit: int) -> Iterator[Transfer]:
         """The bucket in ranges of at most `limit` entries: a vocabulary's weight is too large to be sent at once."""
         places = [place.start for _, place in self.places()]
         positions = list(zip(places, (weight.offset for weight in self.weights), strict=True))
@@ -120,7 +120,7 @@ class Bucket:
             runs = list(_runs(positions, self.size, start, stop))
             overlaps = [[where for run in runs for where in _overlap(slices, *run)] for slices in slices_by_rank]
             sizes = tuple(sum(where.stop - where.start for where in mine) for mine in overlaps)
-            yield Cargo(slice(start, stop), sizes, tuple(overlaps[rank]))
+            yield Transfer(slice(start, stop), sizes, tuple(overlaps[rank]))
 
 
 def _runs(positions: list[tuple[int, int]], size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -157,7 +157,10 @@ class Buckets:
         self._lay_out(frozenset())
 
     def learn(self, fired: set[str] | None) -> None:
-        """After the first pass: which weights got a gradient on this rank (None: it had no rows)."""
+        """After the first pass: which weights got a gradient on this rank (None: it had no rows).
+
+        All ranks call this.
+        """
         if self.silent is None:
             names = [weight.name for weight in self.space.active()]
             mine = [] if fired is None else [name for name in names if name not in fired]
@@ -171,13 +174,13 @@ class Buckets:
         self.num_waited_for = len(waited_for)
         self.of = {weight.name: number for number, bucket in enumerate(self.buckets) for weight in bucket.weights}
         self.place = {name: where for bucket in self.buckets for name, where in bucket.places()}
-        self._cargoes: dict[tuple[int, int], list[Cargo]] = {}
+        self._transfers: dict[tuple[int, int], list[Transfer]] = {}
 
-    def cargoes(self, number: int, limit: int) -> list[Cargo]:
-        if (number, limit) not in self._cargoes:
+    def transfers(self, number: int, limit: int) -> list[Transfer]:
+        if (number, limit) not in self._transfers:
             bucket = self.buckets[number]
-            self._cargoes[number, limit] = list(bucket.cargoes(self.slices_by_rank, self.comm.rank, limit))
-        return self._cargoes[number, limit]
+            self._transfers[number, limit] = list(bucket.transfers(self.slices_by_rank, self.comm.rank, limit))
+        return self._transfers[number, limit]
 
     def _cut(self, descending: list[Weight]) -> list[Bucket]:
         buckets: list[Bucket] = []
@@ -206,7 +209,7 @@ class Reduced(Destination):
         self._written: set[str] = set()
         self._waiting = [{weight.name: 1 for weight in bucket.weights} for bucket in self.layout.buckets]
         self._next = 0
-        self._flying: deque[tuple[Cargo, Tensor, Any]] = deque()
+        self._in_flight: deque[tuple[Transfer, Tensor, Any]] = deque()
 
     def ranges(self, weight: Weight, *, as_zeros: bool = False) -> Iterator[tuple[Tensor, bool, float]]:
         number = self.layout.of[weight.name]
@@ -233,8 +236,8 @@ class Reduced(Destination):
     def end(self, *, had_rows: bool = True) -> None:
         while self._next < len(self.layout.buckets):
             self._send()
-        while self._flying:
-            self._land()
+        while self._in_flight:
+            self._store_received()
         self.layout.learn(self._written if had_rows else None)
 
     def _send(self) -> None:
@@ -250,25 +253,26 @@ class Reduced(Destination):
                     buffer[where].zero_()
         # Each rank hands round an item of its own: what arrives from all of them together must not be larger.
         limit = self.layout.size if self.num_items == 1 else max(1, self.layout.size // self.comm.world_size)
-        for cargo in self.layout.cargoes(number, limit):
-            self._flying.append((cargo, *self._dispatch(buffer[cargo.where], cargo.sizes)))
-            if len(self._flying) > IN_FLIGHT:
-                self._land()
+        for transfer in self.layout.transfers(number, limit):
+            self._in_flight.append((transfer, *self._dispatch(buffer[transfer.where], transfer.sizes)))
+            if len(self._in_flight) > IN_FLIGHT:
+                self._store_received()
 
     def _dispatch(self, entries: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Any]:
+        """All ranks call this, in the order of the buckets."""
         if self.layout.everyone_all:
             return self.comm.all_reduce(entries)
         if self.num_items == 1:
             return self.comm.reduce_scatter(entries, sizes)
         return self.comm.exchange(entries, sizes)
 
-    def _land(self) -> None:
-        cargo, received, handle = self._flying.popleft()
+    def _store_received(self) -> None:
+        transfer, received, handle = self._in_flight.popleft()
         with self.comm.exchanging("gradients"):
             handle.wait()
         rows = received.view(1, -1) if self.num_items == 1 else received[: self.num_items]
         for item, entries in enumerate(rows):
             offset = 0
-            for where in cargo.own:
+            for where in transfer.own:
                 self.deliver(item, self._into, where, entries[offset : offset + where.stop - where.start])
                 offset += where.stop - where.start

@@ -63,6 +63,7 @@ class Sketch:
         return products
 
     def _products(self) -> Tensor:
+        """All ranks call this."""
         whole = self.values
         if self.folds and not self.slices.is_whole:
             whole = self.comm.total(whole)  # before products: pieces of different ranks meet in one place

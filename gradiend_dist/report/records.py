@@ -22,7 +22,18 @@ from gradiend_dist.report import charts
 from gradiend_dist.report.charts import Point, Strip
 from gradiend_dist.report.elements import short, whole_percent
 from gradiend_dist.storage.files import read_json
-from gradiend_dist.storage.layout import METRICS, RUN_CONFIG, STATS
+from gradiend_dist.storage.layout import (
+    METRICS,
+    MODEL_CONFIG,
+    MODEL_DIR,
+    RUN_CONFIG,
+    SEED_DIR,
+    SEED_METRICS,
+    SEED_REPORT,
+    SEEDS_DIR,
+    STATS,
+    TRAINING,
+)
 
 
 @dataclass
@@ -177,7 +188,7 @@ def read_run(directory: Path) -> Run:
     require(directory.is_dir(), f"RUN_DIR={directory} is no directory: pass the experiment_dir of a run.")
     config, made_by = read_config(directory / RUN_CONFIG)
     rows = [row for path in _metrics_files(directory) for row in read_rows(path)]
-    stats, report = read_mapping(directory / STATS), read_mapping(directory / "seeds" / "seed_report.json")
+    stats, report = read_mapping(directory / STATS), read_mapping(directory / SEEDS_DIR / SEED_REPORT)
     goes_on = _goes_on(rows)
     if goes_on:  # what an earlier run has left here is not about this one: only seeds count that have rows, and an end
         stats, report = {}, {}
@@ -187,10 +198,10 @@ def read_run(directory: Path) -> Run:
         records = {seed: record for seed, record in records.items() if seed in ended}
     seeds = read_seeds(records, rows, report)
     require(bool(seeds), _nothing_in(directory))
-    finished = not goes_on and (bool(stats) or (directory / "model" / "training.json").is_file())
+    finished = not goes_on and (bool(stats) or (directory / MODEL_DIR / TRAINING).is_file())
     best = stats.get("best_seed", report.get("best_seed"))
-    selected = next((seed for seed in seeds if seed.number == best), None) or max(seeds, key=_promise)
-    weights = read_weights(directory / "model" / "config.json") if finished else []
+    selected = next((seed for seed in seeds if seed.number == best), None) or max(seeds, key=_selection_key)
+    weights = read_weights(directory / MODEL_DIR / MODEL_CONFIG) if finished else []
     config = config or dict(mapping(selected.record.get("training_args")))
     return Run(directory, config, made_by, rows, seeds, selected, finished, weights)
 
@@ -224,7 +235,7 @@ def _nothing_in(directory: Path) -> str:
     )
 
 
-def _promise(seed: Seed) -> tuple[bool, float]:
+def _selection_key(seed: Seed) -> tuple[bool, float]:
     best = -math.inf if seed.loss is None else -seed.loss
     return seed.converged is True, best if seed.correlation is None else seed.correlation
 
@@ -243,7 +254,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
 
 def _metrics_files(directory: Path) -> list[Path]:
     """The tasks of a job array log into a file each, until the last step of the array makes one of them."""
-    whole, parts = directory / METRICS, sorted(directory.glob("metrics_seed_*.jsonl"))
+    whole, parts = directory / METRICS, sorted(directory.glob(SEED_METRICS.format(seed="*")))
     known = whole.stat().st_mtime if whole.is_file() else -math.inf
     return parts if any(part.stat().st_mtime > known for part in parts) else [whole]
 
@@ -265,9 +276,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def read_records(directory: Path, stats: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """By seed: training_stats.json has those of a finished run; before, each seed that is done has left its own."""
     records = {seed: mapping(record) for seed, record in by_step(stats.get("seeds"))}
-    for path in [directory / "model", *directory.glob("seeds/seed_*")] if not records else ():
-        found = re.fullmatch(r"model|seed_(\d+)", path.name)
-        record = read_mapping(path / "training.json") if found else {}
+    of_seeds = (directory / SEEDS_DIR).glob(SEED_DIR.format(seed="*"))
+    for path in [directory / MODEL_DIR, *of_seeds] if not records else ():
+        found = re.fullmatch(rf"{MODEL_DIR}|{SEED_DIR.format(seed='([0-9]+)')}", path.name)
+        record = read_mapping(path / TRAINING) if found else {}
         if found and record:
             records[int(found[1] or number(record.get("seed")) or 0)] = record
     return records

@@ -12,7 +12,13 @@ TRAINING = "training.json"
 TOKENIZER = "tokenizer"
 MODEL_FILES = (WEIGHTS, "pytorch_model.bin", MODEL_CONFIG, INDICES, MASKS)
 
-# An experiment's directory.
+# An experiment's directory: the promoted model, and a directory for each seed.
+MODEL_DIR = "model"
+SEEDS_DIR = "seeds"
+SEED_DIR = "seed_{seed}"
+SEED_METRICS = "metrics_seed_{seed}.jsonl"
+STATE_DIR = "state"
+SEED_STATE_DIR = "state_seed_{seed}"
 RUN_CONFIG = "run_config.yaml"
 METRICS = "metrics.jsonl"
 STATS = "training_stats.json"

@@ -105,7 +105,7 @@ class RunLock:
             with explained(self.path):
                 while not self._create():
                     self._require_dead(self.path)
-                self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
+                self._beating = threading.Thread(target=self._heartbeat, name="run lock", daemon=True)
                 self._beating.start()
                 others = self.directory.glob(RUN_LOCKS) if self.is_whole else [self.directory / RUN_LOCK]
                 for path in others:
@@ -136,7 +136,7 @@ class RunLock:
             return False
         return True
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
             with contextlib.suppress(OSError):
                 if Owner.read(self.path) == self.owner:  # not of one that took over, when this machine was asleep
@@ -149,7 +149,7 @@ class RunLock:
             return
         alive = _is_alive(owner, self.owner)
         if alive is None:
-            alive = _shows_life(path, owner)
+            alive = _is_heartbeat_fresh(path, owner)
         if alive:
             raise UserError(
                 f"experiment_dir={str(self.directory)!r} is in use by another run ({owner}): wait until it has ended, "
@@ -183,7 +183,7 @@ def _is_alive(owner: Owner, mine: Owner) -> bool | None:
     return _start_of(owner.pid) == owner.start
 
 
-def _shows_life(path: Path, owner: Owner) -> bool:
+def _is_heartbeat_fresh(path: Path, owner: Owner) -> bool:
     logger.info("%s is there (%s): looking for up to %.0f s whether its run is alive", path, owner, SILENT_SECONDS)
     return _changes(path, SILENT_SECONDS)
 

@@ -19,12 +19,12 @@ SMALL = 2**20
 Holdings = dict[str, list[int | None]]
 
 
-def holdings(directory: Path) -> Holdings:
+def directory_sums(directory: Path) -> Holdings:
     files = sorted(item for item in directory.rglob("*") if item.is_file())
-    return {str(path.relative_to(directory)): _holding(path) for path in files}
+    return {str(path.relative_to(directory)): _entry_of_file(path) for path in files}
 
 
-def _holding(path: Path) -> list[int | None]:
+def _entry_of_file(path: Path) -> list[int | None]:
     size = path.stat().st_size
     return [size, file_sum(path) if size <= SMALL or path.suffix == ".json" else None]
 
@@ -37,7 +37,7 @@ def damage(directory: Path, expected: Any) -> str | None:
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
-        if _holding(path) != holding:
+        if _entry_of_file(path) != holding:
             return f"{name} is not as it was written"
         if path.suffix == ".safetensors" and not _is_whole(path):
             return f"{name} is no file of tensors any more"

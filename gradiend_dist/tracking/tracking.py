@@ -32,7 +32,7 @@ from gradiend_dist.distributed.peers import PeerError, PeerLost
 from gradiend_dist.errors import NotFinite, UserError
 from gradiend_dist.report.records import read_rows
 from gradiend_dist.storage.files import explained, jsonable, write_text
-from gradiend_dist.storage.layout import METRICS
+from gradiend_dist.storage.layout import METRICS, SEED_METRICS
 from gradiend_dist.storage.provenance import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class Tracking:
         self.facts: dict[str, Any] = without_secrets(jsonable(facts))
         """The configuration that trackers show: all that the run was made with."""
         only = args.only_seed
-        self._journal = Journal(directory / (METRICS if only is None else f"metrics_seed_{only}.jsonl"))
+        self._journal = Journal(directory / (METRICS if only is None else SEED_METRICS.format(seed=only)))
         self._pages: dict[tuple[str, int | None], Background] = {}
         """By tracker and, where each seed has a page of its own, by seed."""
         self._known: list[int] = []
@@ -332,7 +332,7 @@ class Tracking:
         if not self.is_first:
             return
         if self.args.select_only:
-            self._journal.collect(sorted(self.directory.glob("metrics_seed_*.jsonl")))
+            self._journal.collect(sorted(self.directory.glob(SEED_METRICS.format(seed="*"))))
         self._journal.log(values)
         # Nothing may have been trained now, or not all seeds: their pages are told as well.
         self._open_pages([] if self.args.select_only else [entry["seed"] for entry in seeds])

@@ -17,6 +17,7 @@ from gradiend_dist.distributed.launch import launched
 from gradiend_dist.evaluation.selection import strengthening_factor
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.session import Session
+from gradiend_dist.storage.layout import MODEL_DIR, SEEDS_DIR
 from gradiend_dist.storage.model_dir import base_model_of, is_model_directory, read_context
 from gradiend_dist.training.inputs import TrainingInputs, TrainingRows
 from gradiend_dist.training.places import Places
@@ -67,11 +68,11 @@ class ExperimentPaths:
     @property
     def model_path(self) -> Path:
         """Where the promoted model is, or will be."""
-        return Path(self.args.output_dir) if self.args.output_dir is not None else self._root / "model"
+        return Path(self.args.output_dir) if self.args.output_dir is not None else self._root / MODEL_DIR
 
     @property
     def seed_runs_dir(self) -> Path:
-        return Path(self.args.seed_runs_dir) if self.args.seed_runs_dir else self._root / "seeds"
+        return Path(self.args.seed_runs_dir) if self.args.seed_runs_dir else self._root / SEEDS_DIR
 
     @property
     def places(self) -> Places:

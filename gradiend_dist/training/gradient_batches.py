@@ -94,7 +94,7 @@ def keeps_whole_items(
     sums, and a run that goes on after a kill must compute it in the way that it was computed before.
     """
     twice = args.max_seeds > 1 or args.looks_at_items or plan.visits_items_again()
-    num_vectors = len(args.trained_kinds) * len(plan.visited())
+    num_vectors = vectors_of_training(args, plan)
     if evaluation is not None:
         num_vectors += len(evaluation.unique)
     if held_out is not None:
@@ -103,6 +103,11 @@ def keeps_whole_items(
         num_vectors += len(args.trained_kinds) * args.spectral_items * args.max_seeds
     fit = gradients_fit(num_vectors, gradients.base.largest_slices, gradients.store.budget_bytes)
     return twice and gradients.base.in_rounds and fit
+
+
+def vectors_of_training(args: TrainingArguments, plan: StepPlan) -> int:
+    """Different gradients that the steps of a seed take."""
+    return len(args.trained_kinds) * len(plan.visited())
 
 
 def gradients_fit(num_vectors: int, largest_slice: int, budget_bytes: int) -> bool:

@@ -17,15 +17,13 @@ from gradiend_dist.evaluation.encoder import EncoderEvaluation
 from gradiend_dist.evaluation.explained import HeldOut
 from gradiend_dist.gradients.items import Item, ItemRows
 from gradiend_dist.gradients.store import GradientSource, GradientStore
+from gradiend_dist.memory import Head, sliced
 from gradiend_dist.session import Session
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.training.gradient_batches import gradients_fit
 from gradiend_dist.training.history import StepPlan
 from gradiend_dist.training.pruning import pre_prune, pre_prune_by_items
 from gradiend_dist.training.spectral import draw_items
-
-# Weights and two moments of encoder, decoder and decoder bias in float32.
-BYTES_PER_ENTRY_AND_SEED = 36
 
 
 @dataclass(frozen=True)
@@ -176,6 +174,9 @@ class TrainingInputs:
 
     def seeds_fit_together(self, largest_slice: int, num_seeds: int) -> bool:
         """May all seeds' weights and moments be in memory at once? Half of what is free is left alone."""
-        needed = num_seeds * largest_slice * BYTES_PER_ENTRY_AND_SEED
+        args = self.session.args
+        head = Head(largest_slice, args.latent_dim, args.bias_decoder, seeds=num_seeds)
+        need = sliced(head, largest_slice)
+        needed = need.weights + need.moments
         devices = dict.fromkeys((self.session.placement.encoder, self.session.placement.decoder))
         return all(needed / len(devices) < self.session.free_on_every_rank(device) / 2 for device in devices)

@@ -63,7 +63,7 @@ class TrainingLoop:
         done = self.keeper.load(self)
         self.tracking.begin([run.seed for run in self.runs], done)
         self.evaluator.start(self.runs, done)
-        with self.keeper.interrupt.patiently():
+        with self.keeper.interrupt.deferring_to_steps():
             self._train_from(done)
         for run in self.runs:
             run.read_steps()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradiend_dist.config.arguments import TrainingArguments
+from gradiend_dist.storage.layout import SEED_DIR, SEED_STATE_DIR, STATE_DIR
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Places:
 
     def state(self, args: TrainingArguments) -> Path | None:
         """What an unfinished run goes on from; tasks of a job array have one each."""
-        name = "state" if args.only_seed is None else f"state_seed_{args.only_seed}"
+        name = STATE_DIR if args.only_seed is None else SEED_STATE_DIR.format(seed=args.only_seed)
         return None if self.experiment is None else self.experiment / name
 
     @property
@@ -30,4 +31,4 @@ class Places:
 
     def seed(self, seed: int, args: TrainingArguments) -> Path:
         """A seed's own directory; a single seed is promoted where it stands."""
-        return self.seeds / f"seed_{seed}" if args.max_seeds > 1 else self.model
+        return self.seeds / SEED_DIR.format(seed=seed) if args.max_seeds > 1 else self.model

@@ -28,7 +28,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def misfit(found: Any, expected: Any, where: str) -> str | None:
+def first_mismatch(found: Any, expected: Any, where: str) -> str | None:
     """Where a value that was read has another form than the one that would be written now; None: nowhere.
 
     A dict has at least the expected names, and any numbers are alike; None stands for what is not known yet.
@@ -41,7 +41,7 @@ def misfit(found: Any, expected: Any, where: str) -> str | None:
         return None if found is None and not isinstance(expected, dict | list | bool) else where
     if isinstance(expected, dict):
         for name, value in expected.items():
-            wrong = f"{where}.{name}" if name not in found else misfit(found[name], value, f"{where}.{name}")
+            wrong = f"{where}.{name}" if name not in found else first_mismatch(found[name], value, f"{where}.{name}")
             if wrong is not None:
                 return wrong
     return None

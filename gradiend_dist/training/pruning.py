@@ -250,6 +250,7 @@ def kth_smallest(
 
 
 def _total(comm: Comm, count: int) -> int:
+    """All ranks call this."""
     return int(comm.total_on_host(torch.tensor([count])))
 
 

@@ -54,7 +54,7 @@ class SeedStart:
         """None: the start is random, which is said."""
         args = self.args
         if not args.starts_trained:
-            if args.initialization == "auto" and args.compat is None:
+            if args.initialization == "auto" and not args.behaviour.starts_at_random:
                 logger.warning("the start is random: %s", self._why_random())
             return None
         if args.initialization == "spectral":

@@ -22,7 +22,7 @@ from gradiend_dist.storage.layout import SEED_REPORT
 from gradiend_dist.storage.sums import file_sum
 from gradiend_dist.tracking.tracking import Tracking
 from gradiend_dist.training import promotion, seeds
-from gradiend_dist.training.gradient_batches import gradients_fit
+from gradiend_dist.training.gradient_batches import gradients_fit, vectors_of_training
 from gradiend_dist.training.inputs import TrainingInputs
 from gradiend_dist.training.places import Places
 from gradiend_dist.training.pruning import top_over_ranks
@@ -186,7 +186,7 @@ class SeedTraining:
         if args.seeds_in_parallel:
             return True
         space = self.group.space(to_train[0])
-        num_vectors = len({args.source, args.target}) * len(self.inputs.plan().visited())
+        num_vectors = vectors_of_training(args, self.inputs.plan())
         largest = max(slices.size for slices in self.session.spread.training_slices(space))
         return self.inputs.seeds_fit_together(largest, len(to_train)) and not gradients_fit(
             num_vectors, largest, self.session.store_bytes()

@@ -16,7 +16,7 @@ from gradiend_dist.distributed.messages import sendable
 from gradiend_dist.errors import UserError
 from gradiend_dist.storage.files import read_object
 from gradiend_dist.storage.layout import TRAINING
-from gradiend_dist.training.plain_values import misfit
+from gradiend_dist.training.plain_values import first_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """What a seed's directory says about its training."""
     record = read_object(path / TRAINING)
     best = {"correlation": None, "global_step": None}
-    wrong = misfit(record, {"training_stats": {}, "losses": [], "best_score_checkpoint": best}, TRAINING)
+    wrong = first_mismatch(record, {"training_stats": {}, "losses": [], "best_score_checkpoint": best}, TRAINING)
     if wrong is not None:
         raise UserError(f"{path / TRAINING} is damaged ({wrong}): remove {path} to train the seed again.")
     return record

@@ -197,6 +197,7 @@ class SpectralStart:
         return form.facts
 
     def _measure(self) -> Measured:
+        """All ranks call this."""
         base = self.gradients.base
         kinds = self.args.trained_kinds
         sketches = {kind: Sketch(len(self.items), base.slices, self.comm, base.device) for kind in kinds}

@@ -31,11 +31,11 @@ from gradiend_dist.engines.base import Engine
 from gradiend_dist.errors import UserError
 from gradiend_dist.storage.files import explained, link_tree, new_directory, read_json, remove, write_json
 from gradiend_dist.storage.layout import SAVE_TRIGGER, STATE_COMPLETE, STATE_PROGRESS
-from gradiend_dist.storage.sums import damage, holdings
+from gradiend_dist.storage.sums import damage, directory_sums
 from gradiend_dist.storage.visibility import everyone_sees, is_shared
 from gradiend_dist.training.checkpoint_io import fault_of_tensors, load_engines, start_saving, wait_for
 from gradiend_dist.training.generators import generator_states, try_generators
-from gradiend_dist.training.plain_values import misfit, read_plain, write_plain
+from gradiend_dist.training.plain_values import first_mismatch, read_plain, write_plain
 from gradiend_dist.training.unfinished_run import UnfinishedRun
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class StateKeeper:
     def _complete(self, saving: Saving, final: Path) -> None:
         """Rank 0 alone."""
         with explained(final):
-            facts = {"world_size": self.comm.world_size, "files": holdings(saving.partial)}
+            facts = {"world_size": self.comm.world_size, "files": directory_sums(saving.partial)}
             write_json(saving.partial / STATE_COMPLETE, facts)
             remove(final)
             saving.partial.rename(final)
@@ -289,7 +289,7 @@ def _damage(path: Path) -> str | None:
 
 def _fault_of_progress(progress: Any, form: dict[str, Any], path: Path) -> str | None:
     """What in a progress is not as a loop would have written it after this step; None: nothing."""
-    wrong = misfit(progress, form, STATE_PROGRESS)
+    wrong = first_mismatch(progress, form, STATE_PROGRESS)
     if wrong is None and f"step_{progress['step']:08d}" != path.name:
         wrong = f"{STATE_PROGRESS}.step"
     of_others: dict[str, Any] = {
@@ -298,7 +298,7 @@ def _fault_of_progress(progress: Any, form: dict[str, Any], path: Path) -> str |
         "control": {},
     }  # what is in these depends on callbacks as well
     for run, expected in zip([] if wrong else progress["runs"], form["runs"], strict=False):
-        wrong = wrong or misfit(run, {**expected, **of_others}, f"{STATE_PROGRESS}.runs")
+        wrong = wrong or first_mismatch(run, {**expected, **of_others}, f"{STATE_PROGRESS}.runs")
     if wrong is None and len(progress["runs"]) != len(form["runs"]):
         wrong = f"{STATE_PROGRESS}.runs"
     return None if wrong is None else f"{wrong} is not what it should be"

@@ -22,7 +22,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.storage.files import explained, jsonable, read_json, remove, write_json
 from gradiend_dist.storage.layout import STATE_RUN, STATE_SPACE
-from gradiend_dist.storage.sums import damage, file_sum, holdings
+from gradiend_dist.storage.sums import damage, directory_sums, file_sum
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,9 @@ class UnfinishedRun:
 
     def finish_seeds(self, outputs: Mapping[int, Path]) -> None:
         """These seeds are done; a later part of the run wants to find there what is there now. All ranks call this."""
-        found = self.comm.first("looking at finished seeds", lambda: {s: holdings(path) for s, path in outputs.items()})
+        found = self.comm.first(
+            "looking at finished seeds", lambda: {s: directory_sums(path) for s, path in outputs.items()}
+        )
         finished = {**self._values.get("finished", {}), **{str(seed): held for seed, held in found.items()}}
         self.update(seeds_done=[*self.seeds_done, *outputs], finished=finished)
 

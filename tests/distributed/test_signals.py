@@ -78,7 +78,7 @@ def test_request__waits_for_the_step_where_it_may_and_is_ignored_once_there_is_a
     interrupt = Interrupt()
     interrupt.grace = LIMIT
     with interrupt.listening():
-        with interrupt.patiently():
+        with interrupt.deferring_to_steps():
             signal.raise_signal(signal.SIGUSR1)
             wait_until(lambda: interrupt.signum == signal.SIGUSR1)
             stop_if_told()
@@ -114,7 +114,7 @@ print("ready", flush=True)
 if sys.argv[2] == "lock":  # as in a collective: nothing of Python's runs in the main thread any more
     import ctypes
     ctypes.CDLL(None).sleep(300)
-with interrupt.patiently():
+with interrupt.deferring_to_steps():
     while True:
         time.sleep(0.1)
 """

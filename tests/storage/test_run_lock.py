@@ -99,7 +99,7 @@ def test_owner_on_another_host__is_known_by_its_signs_of_life(tmp_path):
 
 
 def test_job_that_was_queued_again__takes_over_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "_shows_life", lambda *_: pytest.fail("nobody has to wait"))
+    monkeypatch.setattr(run_lock, "_is_heartbeat_fresh", lambda *_: pytest.fail("nobody has to wait"))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     leave(tmp_path / "run.lock", place="another host", restarts=0)

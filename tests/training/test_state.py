@@ -21,7 +21,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, demo
 from gradiend_dist.space import Slices
 from gradiend_dist.storage.files import link_tree
-from gradiend_dist.storage.sums import holdings
+from gradiend_dist.storage.sums import directory_sums
 from gradiend_dist.training.checkpoint_io import CutTensor
 from gradiend_dist.training.generators import generator_states, set_generators
 from gradiend_dist.training.plain_values import plain_fields
@@ -343,7 +343,7 @@ def sign(state: Path) -> None:
     complete = state / "complete.json"
     facts = json.loads(complete.read_text())
     complete.unlink()
-    complete.write_text(json.dumps({**facts, "files": holdings(state)}))
+    complete.write_text(json.dumps({**facts, "files": directory_sums(state)}))
 
 
 def rewrite(path: Path, **changes: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.evaluation.explained import HeldOut, out_of_reach
+from gradiend_dist.evaluation.explained import HeldOut, unexplained_by_class_means
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.model.gradiend import GradiendModel
 from gradiend_dist.space import Slices
@@ -88,10 +88,11 @@ def test_limit__one_latent_reaches_a_line() -> None:
     means = torch.eye(3, dtype=torch.float64)
     vectors = torch.stack([means[0], means[0], means[1], means[1], means[2], means[2]])
     products = vectors @ vectors.T
-    assert out_of_reach(products, labels, 2) == pytest.approx(0.0, abs=1e-9)
-    assert out_of_reach(products, labels, 1) == pytest.approx(2.0)  # two points of each class, half of the triangle
+    assert unexplained_by_class_means(products, labels, 2) == pytest.approx(0.0, abs=1e-9)
+    # Two points of each class, half of the triangle.
+    assert unexplained_by_class_means(products, labels, 1) == pytest.approx(2.0)
     on_a_line = torch.stack([means[0], means[0], -means[0], -means[0], 0 * means[0], 0 * means[0]])
-    assert out_of_reach(on_a_line @ on_a_line.T, labels, 1) == pytest.approx(0.0, abs=1e-9)
+    assert unexplained_by_class_means(on_a_line @ on_a_line.T, labels, 1) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_shares__are_none_where_they_have_no_meaning() -> None:
