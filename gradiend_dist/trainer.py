@@ -395,11 +395,12 @@ class TextPredictionTrainer(Evaluations):
 
         The step is that of `decoder_results`, by default of `evaluate_decoder` (whose kept points are used), unless
         `learning_rate` is given; `feature_factor` then defaults to the one that pushes the right way, `part` to the
-        decoder's vector and `scaling` to plain. A step that the evaluation calls of no use is not taken, unless with
-        `force`. With `output_dir` the changed model is saved there, in the dtype of the base model's files or in
-        `dtype`, with tokenizer and model card; on several ranks, rank 0 does that and returns the model, the others
-        None. `save_as="delta"` saves the change alone, and returns it as a `Delta`. A list of classes gives a list of
-        models, saved in directories of their names. All ranks call this.
+        decoder's vector and `scaling` to plain. `max_harm`, `split`, `max_size` and `neutral_blanks` are for the
+        evaluation that is made. A step that it calls of no use is not taken, unless with `force`. With `output_dir` the
+        changed model is saved there, in the dtype of the base model's files or in `dtype`, with tokenizer and model
+        card; on several ranks, rank 0 does that and returns the model, the others None. `save_as="delta"` saves the
+        change alone, and returns it as a `Delta`. A list of classes gives a list of models, saved in directories of
+        their names. All ranks call this.
         """
         if not isinstance(target_class, str) and target_class is not None:
             return [

@@ -25,7 +25,7 @@ from gradiend_dist.config.fields import documented
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.distributed.launch import launched
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.balance import BALANCE
+from gradiend_dist.evaluation.balance import BALANCE, without_balance
 from gradiend_dist.evaluation.search import MAX_HARM
 from gradiend_dist.evaluation.selection import WEAKEN, LMSTimesMetricPolicy, SelectionPolicy, default_policy
 from gradiend_dist.rewriting.step import SCALINGS
@@ -101,7 +101,7 @@ class EvaluateOptions(SelectionOptions):
     parts: list[str] = field(default_factory=lambda: ["encoder", "decoder"])
     """encoder, decoder, or both."""
     target_class: list[str] | None = None
-    """Classes to find a strength for, or balance. None: both."""
+    """Classes to find a strength for, and balance for a model between them. None: both classes."""
     feature_factors: list[float] | None = None
     """What the decoder is asked for. None: +1 and -1 as needed."""
     use_cache: bool = True
@@ -183,9 +183,7 @@ def trainer_of(run_dir: Path) -> TextPredictionTrainer:
 
 
 def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
-    target = BALANCE if options.target_class == [BALANCE] else options.target_class
-    if target != BALANCE:
-        trainer.classes_asked_for(target)  # before a weight is loaded
+    trainer.classes_asked_for(without_balance(options.target_class)[1])  # before a weight is loaded
     draws = options.plot and importlib.util.find_spec("matplotlib") is not None
     if options.plot and not draws:
         logger.info('nothing is drawn: pip install "gradiend_dist[plot]"')
@@ -198,7 +196,7 @@ def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
     if "decoder" in options.parts:
         found = trainer.evaluate_decoder(
             feature_factors=options.feature_factors,
-            target_class=target,
+            target_class=options.target_class,
             **{**options.asked(), **shared},
         )
         lines += [decoder_table(found, trainer.target_classes), ""]

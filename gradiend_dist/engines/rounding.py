@@ -60,7 +60,12 @@ class Rounding:
                 first, behind = (start + ahead) * width, (stop + ahead) * width
                 pieces.append(torch.arange(first, behind, dtype=dtype, device=device))
         places = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return places.to(torch.int32) ^ ((places >> 32).to(torch.int32) * signed(GOLDEN)) if is_far else places
+        return folded(places) if is_far else places
+
+
+def folded(places: Tensor) -> Tensor:
+    """64-bit places in 32 bits: those below 2^32 as they are."""
+    return places.to(torch.int32) ^ ((places >> 32).to(torch.int32) * signed(GOLDEN))
 
 
 def mix(bits: Tensor) -> Tensor:

@@ -23,12 +23,11 @@ from gradiend_dist.data.schedule import cap_per_group
 from gradiend_dist.data.table import FeatureData
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.asker import Asker
+from gradiend_dist.evaluation.balance import NEUTRAL
 from gradiend_dist.evaluation.harm import TextLosses, TextScore, TextScores, losses_as_kept
 from gradiend_dist.evaluation.texts import Texts
 from gradiend_dist.gradients.cloze import Cloze, Objective
 from gradiend_dist.session import Session
-
-NEUTRAL = "neutral"
 
 CLASS_COLUMNS = ("factual_class", "alternative_class")
 

@@ -15,7 +15,7 @@ from typing import Any
 from gradiend_dist.config.checks import require
 from gradiend_dist.data.readers import read_neutral
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.balance import BALANCE
+from gradiend_dist.evaluation.balance import BALANCE, without_balance
 from gradiend_dist.evaluation.decoder import ModelScores, Words, scored_rows
 from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES, LEARNING_RATES, grid_steps
 from gradiend_dist.evaluation.points import Entry, Place, PointCache, Points, grid_key, shown
@@ -52,17 +52,17 @@ class DecoderEvaluation:
         self.classes = run.target_classes
         by_grid = self.args.behaviour.strength_on_a_grid or self.args.decoder_eval_lrs
         self.by_search = not (request.selects_by_hand or by_grid)
-        balances = request.target_class == BALANCE
+        self.balances, named = without_balance(request.target_class)
         require(
-            self.by_search or not balances,
+            self.by_search or not self.balances,
             f"target_class={BALANCE} is found by search: leave lrs, selector, decoder_eval_lrs and compat out.",
         )
-        self.wanted = list(self.classes) if balances else run.classes_asked_for(request.target_class)
+        self.wanted = run.classes_asked_for(named)
         self.factors = run.strengthening_factors() if request.part == "decoder" else {}
-        self.metrics = self._metrics(balances)
-        self.feature_factors = self._feature_factors(balances)
-        if not balances:
-            require_pushing(self.feature_factors, self.metrics, self.factors)
+        of_classes = [] if self.balances and not named else self._metrics()
+        self.metrics = [BALANCE] * self.balances + of_classes
+        self.feature_factors = self._feature_factors()
+        require_pushing(self.feature_factors, of_classes, self.factors)
         for factor in self.feature_factors:
             Step(1.0, factor, request.part).check(run.get_model().gradiend)
         self.scaling, self.left_out = self._scaling()
@@ -72,22 +72,23 @@ class DecoderEvaluation:
             LEARNING_RATES if self.scaling == "plain" else FINE_LEARNING_RATES,
         )
 
-    def _metrics(self, balances: bool) -> list[str]:
-        if balances:
-            return [BALANCE]
+    def _metrics(self) -> list[str]:
         if self.request.summary_metrics is not None:
             return list(self.request.summary_metrics)
         return [name if self.request.increase_target_probabilities else f"{name}{WEAKEN}" for name in self.wanted]
 
-    def _feature_factors(self, balances: bool) -> list[float]:
+    def _feature_factors(self) -> list[float]:
         request = self.request
         if request.part != "decoder":
             return [1.0]  # one vector: the learning rate's sign says which way it pushes
         given = first_given(request.feature_factors, self.args.decoder_eval_feature_factors)
         if given is not None:
             return list(given)
-        strengthens = request.increase_target_probabilities or balances
-        pushed = self.wanted if strengthens else [name for name in self.classes if [name] != self.wanted]
+        pushed = self.wanted
+        if self.balances:
+            pushed = list(self.classes)  # either may be what is missing
+        elif not request.increase_target_probabilities:
+            pushed = [name for name in self.classes if [name] != self.wanted]
         return list(dict.fromkeys(self.factors[name] for name in pushed))
 
     def _scaling(self) -> tuple[str, Texts | None]:
@@ -145,6 +146,11 @@ class DecoderEvaluation:
         rows = scored_rows(session, request.split, max_rows, request.training_like_df)
         drawn = scored_texts(session, self.config, rows, request.neutral_df, max_texts, without=self.left_out)
         search_texts, report_texts = without_repeats(drawn).halves() if self.by_search else (drawn, Texts(()))
+        if self.by_search and not report_texts.texts:
+            logger.warning(
+                "one neutral text is left to score, so its harm has no error and nothing is held out to judge what is "
+                "chosen: pass more as eval_neutral_data"
+            )
         scores = ModelScores(
             session,
             self.config,

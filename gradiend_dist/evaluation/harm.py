@@ -74,8 +74,10 @@ class TextLosses:
         mean = float(np.average(difference, weights=self.tokens))
         if not math.isfinite(mean) or mean > 50.0:
             return Harm(math.inf, 0.0)
+        if count < 2:
+            return Harm(math.expm1(mean), math.inf)  # nothing tells how much texts differ
         share = self.tokens / self.tokens.sum()
-        error = math.sqrt(float((share**2 * (difference - mean) ** 2).sum()) * count / max(1, count - 1))
+        error = math.sqrt(float((share**2 * (difference - mean) ** 2).sum()) * count / (count - 1))
         return Harm(math.expm1(mean), math.exp(mean) * error)
 
 
@@ -105,8 +107,9 @@ class TextScores:
         if by_search and self.is_masked and tokens < ENOUGH_TOKENS:
             readings = min(READINGS, math.ceil(ENOUGH_TOKENS / tokens))
             found = text_questions(session, Texts(asked.texts * readings, asked.ignored), longest)
-        early = [(number, cloze) for number, cloze in found if 5 * (number % count) < count]
-        late = [(number, cloze) for number, cloze in found if 5 * (number % count) >= count]
+        # Every fifth: texts in a file may be sorted.
+        early = [(number, cloze) for number, cloze in found if number % count % 5 == 0]
+        late = [(number, cloze) for number, cloze in found if number % count % 5 != 0]
         parts = [early, late] if by_search and early and late else [found]
         self._parts = [_Part.of(asker, questions, count) for questions in parts]
 

@@ -120,10 +120,11 @@ class Points(AbstractContextManager["Points"]):
         *,
         name: Callable[[Place], str],
         bar: str | None = None,
+        holds: Callable[[Entry], bool] = lambda _: True,
     ) -> dict[Place, Entry]:
-        """What `look` finds at each place, ready for JSON; kept as `name`."""
+        """What `look` finds at each place, ready for JSON; kept as `name`, and taken from there where it `holds`."""
         names = {place: name(place) for place in places}
-        known = self.kept.read(list(names.values()))
+        known = {key: entry for key, entry in self.kept.read(list(names.values())).items() if holds(entry)}
         found = {place: known[names[place]] for place in places if names[place] in known}
         missing = [place for place in places if place not in found]
         if found and bar:
@@ -187,12 +188,13 @@ class Points(AbstractContextManager["Points"]):
 
 
 def from_file(entry: Entry) -> Entry:
-    """JSON has no infinity: the perplexity and the harm of a broken model are null there."""
+    """JSON has no infinity: the perplexity and the harm of a broken model, or an unknown error, are null there."""
     entry = dict(entry)
     if "lms" in entry:
         entry["lms"] = {name: math.inf if value is None else value for name, value in entry["lms"].items()}
-    if "harm" in entry and entry["harm"] is None:
-        entry["harm"] = math.inf
+    for name in ("harm", "harm_error"):
+        if name in entry and entry[name] is None:
+            entry[name] = math.inf
     return entry
 
 

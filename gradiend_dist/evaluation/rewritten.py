@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from torch import Tensor, nn
 
 from gradiend_dist.config.checks import require, require_choice
@@ -28,6 +29,9 @@ from gradiend_dist.rewriting.step import SCALINGS, Step
 from gradiend_dist.space import Weight
 from gradiend_dist.storage.layout import WEIGHTS
 from gradiend_dist.storage.model_dir import load_gradiend, open_gradiend
+
+# Dtypes with room for a step that is small beside the weight.
+WIDE = ("float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,21 @@ class RewriteRequest:
     scaling: str | None = None
     force: bool = False
     """Also where an evaluation says that the change is not worth having."""
+    max_harm: float | None = None
+    """As of `evaluate_decoder`, like the next three: how the step is found where no results and no rate are given."""
+    split: str | None = None
+    max_size: int | None = None
+    neutral_blanks: pd.DataFrame | Sequence[str] | str | Path | None = None
+
+    def searching(self) -> dict[str, Any]:
+        """What is given of the arguments of the evaluation that finds the step."""
+        names = ("max_harm", "split", "max_size", "neutral_blanks")
+        return {name: vars(self)[name] for name in names if vars(self)[name] is not None}
+
+    def require_search(self, given: str) -> None:
+        """Refuse arguments of a search that is not made, since the step is `given`."""
+        useless = ", ".join(self.searching())
+        require(not useless, f"{useless} has no effect where {given} is given: leave one of them out.")
 
     @property
     def purpose(self) -> str | None:
@@ -67,16 +86,19 @@ def chosen_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, Any
     if name not in (None, BALANCE):
         run.classes_asked_for(name)
     if asked.learning_rate is not None:
+        asked.require_search("learning_rate")
         return Target(_given_step(run, asked), asked.purpose if asked.part in (None, "decoder") else None)
     require(
         asked.feature_factor is None,
         f"feature_factor={asked.feature_factor} needs a learning_rate: pass both, or neither.",
     )
     assert name is not None, "a step is selected for a class"
-    if results is None:
+    if results is not None:
+        asked.require_search("decoder_results")
+    else:
         request = DecoderRequest(
             target_class=name, increase_target_probabilities=asked.strengthen, use_cache=True,
-            part=asked.part or "decoder", scaling=asked.scaling,
+            part=asked.part or "decoder", scaling=asked.scaling, **asked.searching(),
         )  # fmt: skip
         results = DecoderEvaluation(run, request).results()
     metric = name if asked.strengthen or name == BALANCE else f"{name}{WEAKEN}"
@@ -138,6 +160,11 @@ def _effect(
         for name in run.target_classes:
             what = f"P({name}) at blanks of {dataset}"
             rows.append((what, *(entry["probs_by_dataset"][dataset][name] for entry in (before, after))))
+    if "indices" in chosen:
+        for blanks, indices in chosen["indices"]["by_blanks"].items():
+            rows.append(
+                (f"BPI at blanks of {blanks}", chosen["base_indices"]["by_blanks"][blanks]["bpi"], indices["bpi"])
+            )
     rows.append(("language-model score", before["lms"]["lms"], after["lms"]["lms"]))
     for name, what in (("held_out", "other neutral texts"), ("second", "the second neutral texts")):
         if name in chosen:
@@ -170,8 +197,11 @@ def rewritten_model(
     curvature = _whole_curvature(run, target)
 
     def work() -> None:
-        """On the host, in the dtype of the files: what is not moved stays as it is, to the byte."""
-        model, vectors = _from_files(run, saved_at)
+        """On the host, in the dtype of the files: what is not moved stays as it is, to the byte.
+
+        In a wider one if that is asked for, so that nothing of the step is rounded away.
+        """
+        model, vectors = _from_files(run, saved_at, dtype if dtype in WIDE else None)
         target.step.check(model.gradiend)
         weights = model.gradiend.space.active()
         rewrite(model.base_model, weights, vectors, target.step, _scaling_of(target, curvature, weights))
@@ -205,11 +235,11 @@ def _in_memory(model: ModelWithGradiend) -> tuple[ModelWithGradiend, Vectors]:
     return model, VectorsInMemory(model.gradiend)
 
 
-def _from_files(run: TrainedRun, saved_at: Path) -> tuple[ModelWithGradiend, Vectors]:
-    """The base model as it is on disk, under the trained model."""
+def _from_files(run: TrainedRun, saved_at: Path, dtype: str | None = None) -> tuple[ModelWithGradiend, Vectors]:
+    """The base model as it is on disk, or in `dtype`, under the trained model."""
     gradiend, vectors = _whole_vectors(run, saved_at)
     base_model, tokenizer = load_base_model(
-        run.base_model_name, torch_dtype="auto", trust_remote_code=run.args.trust_remote_code
+        run.base_model_name, torch_dtype=dtype or "auto", trust_remote_code=run.args.trust_remote_code
     )
     return ModelWithGradiend(base_model, gradiend, tokenizer), vectors
 
@@ -250,7 +280,7 @@ def _changed_in_memory(run: TrainedRun, target: Target, dtype: str | None) -> nn
 
 
 def _converted(changed: nn.Module, dtype: str | None) -> nn.Module:
-    """After the move: a step added in half precision would be rounded away where it is small."""
+    """After the move, since a step added in half precision is rounded."""
     wanted = as_dtype(dtype)
     return changed if wanted is None else changed.to(wanted)
 

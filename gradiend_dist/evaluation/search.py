@@ -6,6 +6,7 @@ aimed by its harm, which grows with the square of the step as long as it is smal
     up       from a small step to the allowed harm, and on to the levels above it, or until the gain falls again
     down     where already the first step is too large
     bisect   between the last allowed step and the first that is not, up to the allowed harm
+    zero     of a balance, between two allowed steps of which one prefers either class
     peak     where the gain falls again within the allowed harm, around its largest value
     levels   those below the allowed harm that the way up has passed over: the curve goes through what was measured
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 # Harm that the curve of an evaluation is given at.
 HARM_LEVELS = (0.001, 0.005, 0.01, 0.02, 0.05)
@@ -44,6 +46,9 @@ LONGEST_STRIDE, SHORTEST_STRIDE = 30.0, 1.25
 # Steps nearer to each other than by this factor tell nothing new.
 RESOLUTION = 1.015
 
+# A difference of two probabilities that are as good as equal.
+BALANCED = 0.03
+
 # Of the base model's value: below it, a step is past the peak.
 PAST_PEAK = 0.9
 
@@ -58,6 +63,8 @@ class Trial:
     error: float
     value: float | None
     """What is to be large; None where the harm was clear before it was asked for."""
+    gap: float | None = None
+    """For a balance: what is zero where the value is largest."""
 
 
 @dataclass
@@ -86,7 +93,7 @@ class StrengthSearch:
             return rounded(self.first_change)
         if len(self.trials) >= self.most_evaluations:
             return None
-        for propose in (self._down, self._up, self._bisect, self._peak, self._level):
+        for propose in (self._down, self._up, self._zero, self._bisect, self._peak, self._level):
             found = propose()
             if found is not None and not self._is_known(found):
                 return rounded(found)
@@ -158,6 +165,17 @@ class StrengthSearch:
         if low.harm <= 0.0 or not math.isfinite(high.harm):
             return middle
         return _between(low, high, AIM * self.max_harm)
+
+    def _zero(self) -> float | None:
+        """Where a line through the last step before the gap changes its sign and the first one after it is zero."""
+        for low, high in pairwise(self.allowed):
+            if low.gap is None or high.gap is None or low.gap * high.gap > 0.0:
+                continue
+            if min(abs(low.gap), abs(high.gap)) <= BALANCED:
+                return None
+            share = abs(low.gap) / (abs(low.gap) + abs(high.gap))
+            return low.change * (high.change / low.change) ** min(0.9, max(0.1, share))
+        return None
 
     def _peak(self) -> float | None:
         """The wider of the two intervals around an inner maximum, in halves."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradiend_dist.evaluation.balance import BALANCE, balance_by_blanks, balance_of
+from gradiend_dist.evaluation.balance import BALANCE, balance_by_blanks, balance_of, gap_of
 from gradiend_dist.evaluation.completions import completed, sentences
 from gradiend_dist.evaluation.decoder import ModelScores
-from gradiend_dist.evaluation.harm import UNKNOWN_TEXTS, TextLosses, TextScores, kept_losses, losses_as_kept
+from gradiend_dist.evaluation.harm import UNKNOWN_TEXTS, Harm, TextLosses, TextScores, kept_losses, losses_as_kept
 from gradiend_dist.evaluation.points import Entry, Place, Points, grid_key, shown
 from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.evaluation.search import StrengthSearch, Trial, is_gain
@@ -101,7 +101,8 @@ class ClassSearches:
         for key, change in proposed.items():
             entry = self.scored[steps[key]]
             value = self._value(key[0], entry) if "probs" in entry else None
-            searches[key].record(Trial(change, entry["harm"], entry["harm_error"], value))
+            gap = gap_of(entry, self.classes) if value is not None and key[0] == BALANCE else None
+            searches[key].record(Trial(change, entry["harm"], entry["harm_error"], value, gap))
         return bool(proposed)
 
     def _extent(self, direction: Step) -> DirectionNorms:
@@ -120,6 +121,7 @@ class ClassSearches:
             [step for step in steps if step not in self.scored],
             lambda: self.scores.measure(self.losses, ceiling),
             name=self.name,
+            holds=lambda entry: "probs" in entry or entry["harm"] is None or entry["harm"] > ceiling,
         )
         for place, entry in found.items():
             assert place is not None
@@ -172,11 +174,8 @@ class ClassSearches:
         if not is_gain(found["base_value"], found["value"]):
             return _refused(found, self._no_gain(metric, found, tried))
         if best.error > self.request.max_harm:
-            logger.warning(
-                "%s: harm is known to %.1f %% only, which is more than max_harm: pass more neutral texts",
-                metric,
-                100 * best.error,
-            )
+            known = f"to {100 * best.error:.1f} % only, which is more" if math.isfinite(best.error) else "no better"
+            logger.warning("%s: harm is known %s than max_harm: pass more neutral texts", metric, known)
         return found
 
     def _shown(self, way: SearchDirection, trial: Trial) -> dict[str, Any]:
@@ -199,10 +198,13 @@ class ClassSearches:
 
     def _no_gain(self, metric: str, found: Mapping[str, Any], tried: Sequence[Trial]) -> str:
         largest = max(trial.change for trial in tried)
-        return (
+        told = (
             f"no step within max_harm={self.request.max_harm:g} changes {metric} by a tenth: {found['base_value']:.4g} "
             f"-> {found['value']:.4g} at best, in {len(tried)} steps of up to {largest:.1e} of the weights' norm"
         )
+        if metric == BALANCE and not self.scores.neutral_blanks:
+            told += " (of both classes' blanks together: pass sentences that either class may fill as neutral_blanks)"
+        return told
 
     def _report(self, summary: dict[str, dict[str, Any]], report: Mapping[str, Texts | None]) -> dict[str, list[str]]:
         """Add the harm of what was chosen on other texts to the summary; returns sentences that all models complete."""
@@ -228,8 +230,23 @@ class ClassSearches:
         for metric, step in chosen.items():
             for name in scores:
                 after, before = (kept_losses(entry["losses"][name]) for entry in (found[step], base))
-                summary[metric][name] = after.harm_against(before).fields()
+                harm = after.harm_against(before)
+                summary[metric][name] = harm.fields()
+                self._tell_exceeded(metric, name, harm)
         return {BASE: base["completions"], **{m: found[step]["completions"] for m, step in chosen.items()}}
+
+    def _tell_exceeded(self, metric: str, texts: str, harm: Harm) -> None:
+        """The allowed harm is that of the texts of the search; on others it may be larger."""
+        if harm.is_above(self.request.max_harm):
+            logger.warning(
+                "%s: on %s, which had no part in the choice, the harm is %.2f ± %.2f %%, more than max_harm=%g: lower "
+                "max_harm, or pass more neutral texts",
+                metric,
+                "texts of the second corpus" if texts == "second" else "held-out texts",
+                100 * harm.value,
+                100 * harm.error,
+                self.request.max_harm,
+            )
 
 
 def scored_base(points: Points, scores: ModelScores, name: Callable[[Place], str]) -> tuple[Entry, TextLosses]:

@@ -85,7 +85,7 @@ def scored_texts(
     """Neutral texts but those in `without`, at most `max_texts`, sampled; where there are none, `rows` filled in."""
     neutral = session.data.neutral if neutral is None else neutral
     if neutral is None or not len(neutral):
-        return filled_rows(session, config, rows, max_texts)
+        return filled_rows(session, config, rows, max_texts, without=without)
     require("text" in neutral.columns, "neutral_df has no column 'text': it needs text.")
     if without is not None:
         neutral = neutral[~neutral["text"].astype(str).isin(without.texts)]
@@ -99,12 +99,28 @@ def scored_texts(
     return Texts(tuple(neutral["text"].astype(str)), tuple(config.decoder_eval_ignore_tokens or ()))
 
 
-def filled_rows(session: Session, config: TextPredictionConfig, rows: pd.DataFrame, max_texts: int | None) -> Texts:
-    """Rows with their words, sampled and not the first ones, which are all of one class."""
+def filled_rows(
+    session: Session,
+    config: TextPredictionConfig,
+    rows: pd.DataFrame,
+    max_texts: int | None,
+    *,
+    without: Texts | None = None,
+) -> Texts:
+    """Rows with their words but those in `without`, sampled and not the first ones, which are all of one class."""
     args, ignored = session.args, config.decoder_eval_ignore_tokens
-    some = rows if max_texts is None else rows.sample(n=min(len(rows), max_texts), random_state=args.data_seed)
-    pairs = zip(some["masked"], some["factual"], strict=True)
-    texts = [text.replace(args.mask_placeholder, word) for text, word in pairs]
+    pairs = zip(rows["masked"], rows["factual"], strict=True)
+    filled = pd.Series([text.replace(args.mask_placeholder, word) for text, word in pairs], dtype=object)
+    if without is not None:
+        filled = filled[~filled.isin(without.texts)]
+        if filled.empty:
+            raise UserError(
+                "scaling=curvature is measured on all of these rows, and none is left to score: pass neutral texts as "
+                "eval_neutral_data, another split, or scaling=tensor."
+            )
+    if max_texts is not None:
+        filled = filled.sample(n=min(len(filled), max_texts), random_state=args.data_seed)
+    texts = filled.tolist()
     if ignored is None:  # these texts are about the feature: its own words do not count
         ignored = sorted({*rows["factual"], *rows["alternative"]})
     return Texts(tuple(texts), tuple(ignored))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gradiend_dist.evaluation.balance import BALANCE
 from gradiend_dist.report import charts
 from gradiend_dist.report.charts import Point, Series
 from gradiend_dist.report.elements import escape, exact, missing, or_dash, shorten, signed, table
@@ -28,15 +29,21 @@ def rewriting(run: Run) -> str:
 
 def _by_harm(searched: Mapping[str, Any], completions: Mapping[str, Any]) -> str:
     series = [
-        Series(shorten(name), sorted(_points(entry)), look, chosen=_point(mapping(entry)))
+        Series(shorten(name) + " (opposite)" * number, points, look, chosen=None if number else _point(mapping(entry)))
         for (name, entry), look in zip(searched.items(), LOOKS, strict=False)
+        for number, points in enumerate(_lines(mapping(entry)))
     ]
     chart = charts.line_chart(
         "What is gained, over the growth of perplexity in %", series, y_range=(0.0, 1.0), x_name="%", log_x=True
     )
+    what = (
+        "How balanced both classes are (BPI)"
+        if set(searched) == {BALANCE}
+        else ("Probability of a class's words at the blanks of the other class")
+    )
     text = (
-        "Probability of a class's words at the blanks of the other class, by how much the perplexity on neutral texts "
-        "has grown. The chosen step (star) is the one that gains most within the allowed harm."
+        f"{what}, by how much the perplexity on neutral texts has grown. The chosen step (star) is the one that gains "
+        "most within the allowed harm."
     )
     names = ("", "base model", "rewritten", "harm", "on other texts", "second corpus", "weights move by", "rate", "")
     rows = [_chosen(name, mapping(entry)) for name, entry in searched.items()]
@@ -59,11 +66,18 @@ def _curves(searched: Mapping[str, Any]) -> str:
     return table(head, rows)
 
 
-def _points(entry: Any) -> Iterator[Point]:
-    for trial in mappings(mapping(entry).get("trials")):
+def _lines(entry: Mapping[str, Any]) -> list[list[Point]]:
+    """The points along each direction that a search has gone; first that of what it has chosen."""
+    lines: dict[tuple[Any, bool], list[Point]] = {_direction(entry): []}
+    for trial in mappings(entry.get("trials")):
         point = _point(trial)
         if point is not None:
-            yield point
+            lines.setdefault(_direction(trial), []).append(point)
+    return [sorted(points) for points in lines.values() if points]
+
+
+def _direction(entry: Mapping[str, Any]) -> tuple[Any, bool]:
+    return number(entry.get("feature_factor")), (number(entry.get("learning_rate")) or 0.0) < 0.0
 
 
 def _point(trial: Mapping[str, Any]) -> Point | None:

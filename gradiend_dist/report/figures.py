@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from gradiend_dist.evaluation.balance import BALANCE
 from gradiend_dist.evaluation.metrics import ordered_splits
 from gradiend_dist.evaluation.selection import BASE, WEAKEN
 from gradiend_dist.report.plots import (
@@ -191,14 +193,14 @@ def _harm_figure(searched: Mapping[str, Any], names: Mapping[str, str], title: s
     limit = 0.0
     for (metric, entry), colour in zip(searched.items(), (BLUE, VERMILION, GREEN), strict=False):
         limit = max(limit, 100 * entry["max_harm"])
-        name = names.get(metric, metric)
-        trials = sorted((t for t in entry["trials"] if t["value"] is not None), key=lambda t: t["harm"])
-        harms, values = [_percent(t["harm"]) for t in trials], [t["value"] for t in trials]
-        axes.plot(harms, values, color=colour, marker="o", markersize=4, label=f"P({name})")
+        name = "BPI" if metric == BALANCE else f"P({names.get(metric, metric)})"
+        for number, trials in enumerate(trials_by_direction(entry["trials"])):
+            harms, values = [_percent(t["harm"]) for t in trials], [t["value"] for t in trials]
+            axes.plot(harms, values, color=colour, marker="o", markersize=4, label=name if number == 0 else None)
         axes.axhline(entry["base_value"], color=colour, linewidth=1.0, linestyle=":")
         for kind, face in (("harm", colour), ("held_out", "none"), ("second", "none")):
             harm = entry.get(kind) if kind == "harm" else entry.get(kind, {}).get("harm")
-            if harm is not None:
+            if harm is not None and math.isfinite(harm):
                 look: dict[str, Any] = {
                     "marker": "*" if kind != "second" else "D",
                     "s": 210 if kind != "second" else 60,
@@ -208,13 +210,26 @@ def _harm_figure(searched: Mapping[str, Any], names: Mapping[str, str], title: s
         axes.scatter([], [], marker=marker, color=DARK, facecolors=face, label=text)
     axes.axvspan(limit, 1e3, color=GREY, alpha=0.12, linewidth=0)
     shown = [t for e in searched.values() for t in (*e["trials"], e.get("held_out", {}), e.get("second", {}))]
-    largest = max(_percent(t["harm"]) for t in shown if t.get("harm") is not None and t.get("value", 0.0) is not None)
+    harms = [t["harm"] for t in shown if t.get("harm") is not None and t.get("value", 0.0) is not None]
+    largest = max((_percent(harm) for harm in harms if math.isfinite(harm)), default=limit)
     axes.set(xscale="log", xlim=(LEAST_HARM_SHOWN * 0.8, max(2 * largest, 2 * limit)), ylim=(-0.03, 1.03))
     axes.set_xlabel("growth of perplexity on neutral texts, % (grey: more than allowed)", fontsize=11, color=DARK)
-    axes.set_ylabel("reached at the other class's blanks")
+    balance = searched.keys() == {BALANCE}
+    axes.set_ylabel("balance of both classes (BPI)" if balance else "reached at the other class's blanks")
     axes.set_title(title, loc="left", fontsize=14, color=DARK, pad=12)
     finish_axes(axes)
     return figure
+
+
+def trials_by_direction(trials: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Those of a search that were scored, along each of its directions, in the order of their harm."""
+    found: dict[tuple[Any, bool], list[Mapping[str, Any]]] = {}
+    for trial in trials:
+        if trial["value"] is not None and trial["harm"] is not None and math.isfinite(trial["harm"]):
+            factor = trial["feature_factor"]
+            key = tuple(factor) if isinstance(factor, list) else factor, trial["learning_rate"] > 0
+            found.setdefault(key, []).append(trial)
+    return [sorted(mine, key=lambda trial: trial["harm"]) for mine in found.values()]
 
 
 def _percent(harm: float) -> float:

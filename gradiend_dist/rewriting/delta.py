@@ -70,10 +70,12 @@ def save_delta(
         "base_model": change.base_model,
         "base_model_files": model_files_hash(change.base_model),
         "shapes": {weight.name: list(weight.shape) for weight in weights},
+        "offsets": {weight.name: weight.base_offset for weight in weights},
         "purpose": change.purpose,
         "step": vars(change.step),
         "run": change.run,
         "effect": [list(row) for row in change.effect],
+        "relative_change": change.relative_change,
     }
     with new_directory(path) as directory:
         offsets = lay_out(directory / DELTA_WEIGHTS, tensors)
@@ -104,6 +106,10 @@ class Delta:
     """What was measured at a strength of 1: (name, before, after)."""
     shapes: dict[str, tuple[int, ...]]
     """Of the weights that it changes."""
+    offsets: dict[str, int]
+    """Where these begin among all weights of the model: what rounding to bfloat16 goes by."""
+    relative_change: float | None
+    """Of the norm of the weights that move, where it was measured."""
 
     def tell_other_base(self, name: str) -> None:
         """Say so where `name` has other weights than the model that the change was made for."""
@@ -126,7 +132,9 @@ class Delta:
         with self._open() as file:
             changed = sum(file.get_slice(VALUES + weight).get_shape()[0] for weight in self.shapes)
         total = sum(parameter.numel() for parameter in model.parameters())
-        return Change(name, changed, total, self.step, self.purpose, self.run, self.effect, strength)
+        return Change(
+            name, changed, total, self.step, self.purpose, self.run, self.effect, strength, self.relative_change
+        )
 
     def check(self, model: nn.Module) -> None:
         """Has this model such weights?"""
@@ -153,7 +161,7 @@ class Delta:
         for name, selected, inside, values in self._pieces():
             flat = flat_entries(parameters[name])
             change = values.to(flat.device)
-            add_to(flat, selected, inside, change if strength == 1.0 else change * strength)
+            add_to(flat, self.offsets[name], selected, inside, change if strength == 1.0 else change * strength)
         return model
 
     @contextlib.contextmanager
@@ -207,6 +215,7 @@ def load_delta(path: str | Path) -> Delta:
         require(facts["format"] == FORMAT, f"{path} is of format {facts['format']}, known is {FORMAT}: write it again.")
         shapes = {str(name): tuple(int(size) for size in shape) for name, shape in facts["shapes"].items()}
         step, effect = Step(**facts["step"]), tuple((str(n), float(a), float(b)) for n, a, b in facts["effect"])
+        change = facts.get("relative_change")
         found = Delta(
             path,
             str(facts["base_model"]),
@@ -216,6 +225,8 @@ def load_delta(path: str | Path) -> Delta:
             facts["run"],
             effect,
             shapes,
+            {name: int(facts["offsets"][name]) for name in shapes},
+            None if change is None else float(change),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path / DELTA_FACTS} is damaged or no file of ours: write the delta again.") from error

@@ -28,10 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.fsdp import reshard
+from gradiend_dist.engines.rounding import folded, mix, store_rounded
 from gradiend_dist.errors import UserError
 from gradiend_dist.rewriting.step import Step
 from gradiend_dist.space import Weight
 from gradiend_dist.storage.weight_file import shapes
+
+# Of 32 random bits those that decide about the part of a float32 that bfloat16 has no room for.
+LOWER_BITS = 2**16 - 1
 
 # Entries of a weight that are moved together: on a CPU what stays in its cache, on a GPU enough to keep it busy.
 CHUNK = 2**18
@@ -133,6 +137,21 @@ def direction(vectors: Vectors, where: slice, step: Step) -> Tensor:
     return (decoder.sum(1) if part == "decoder-weight" or bias is None else decoder.sum(1) + bias).float()
 
 
+class Places(NamedTuple):
+    """Where entries of a weight are among all weights: the same on every rank and in every file."""
+
+    base_offset: int
+    """Of the weight."""
+    selected: Tensor | slice
+    """Of its entries."""
+
+    def listed(self, device: torch.device) -> Tensor:
+        if isinstance(self.selected, slice):
+            start, stop = self.selected.start + self.base_offset, self.selected.stop + self.base_offset
+            return torch.arange(start, stop, device=device)
+        return self.selected.to(device) + self.base_offset
+
+
 class Piece(NamedTuple):
     """Some entries of v before they are scaled, and of the base model before it is moved."""
 
@@ -142,6 +161,8 @@ class Piece(NamedTuple):
     """In the vectors."""
     step: Tensor
     entries: Tensor
+    places: Places
+    """Of the entries in the whole unpruned space."""
 
 
 class Factors(Protocol):
@@ -241,7 +262,7 @@ class InPlace(AbstractContextManager["InPlace"]):
         reshard(self.base_model)
         factors = self._fitted(step)
         for (_, flat, indices), (inside, piece) in self._pieces(step):
-            values = moved(piece.entries, scaled_step(piece, factors) * step.learning_rate)
+            values = moved(piece.entries, scaled_step(piece, factors) * step.learning_rate, piece.places)
             if indices is None:
                 flat[inside] = values
             else:
@@ -303,7 +324,8 @@ def pieces_of(
         where = slice(weight.offset + inside.start, weight.offset + inside.stop)
         step = direction(vectors, where, of).to(entries.device)
         own = entries[inside] if indices is None else entries[indices[inside].to(entries.device)]
-        yield inside, Piece(number, where, step, own)
+        selected = inside if weight.selected is None else weight.selected[inside]
+        yield inside, Piece(number, where, step, own, Places(weight.base_offset, selected))
 
 
 def scaled_step(piece: Piece, factors: Factors | None) -> Tensor:
@@ -317,7 +339,7 @@ def rewrite(
     """Move a model for good, with no copy of anything."""
     parameters = dict(base_model.named_parameters())
     for weight, inside, change in changes(base_model, weights, vectors, step, scaling):
-        add_to(flat_entries(parameters[weight.name]), weight.selected, inside, change)
+        add_to(flat_entries(parameters[weight.name]), weight.base_offset, weight.selected, inside, change)
 
 
 @torch.no_grad()
@@ -332,10 +354,10 @@ def changes(
         yield weight, inside, scaled_step(piece, factors) * step.learning_rate
 
 
-def add_to(flat: Tensor, selected: Tensor | None, inside: slice, change: Tensor) -> None:
+def add_to(flat: Tensor, base_offset: int, selected: Tensor | None, inside: slice, change: Tensor) -> None:
     """Add to some entries of a weight, or of those that are `selected` of it."""
     entries = inside if selected is None else selected[inside].to(flat.device)
-    flat[entries] = moved(flat[entries], change)
+    flat[entries] = moved(flat[entries], change, Places(base_offset, entries))
 
 
 @torch.no_grad()
@@ -358,9 +380,20 @@ def _pieces(
             yield weight, inside, piece
 
 
-def moved(entries: Tensor, change: Tensor) -> Tensor:
-    """Their sum; the change, which is in float32, is rounded to the entries' dtype first, as in the reference."""
-    return entries + change.to(entries.dtype)
+def moved(entries: Tensor, change: Tensor, places: Places) -> Tensor:
+    """Their sum in the entries' dtype; the change is in float32.
+
+    bfloat16 has steps of a 256th of a number, and a usual change is a thousandth of it: rounded to the nearest, half of
+    the change would be lost. So the sum is rounded up or down at random, by the entry's place and nothing else: kept
+    in the mean, and the same on any rank, in place or for good. Other dtypes are added as the reference does it.
+    """
+    if entries.dtype is not torch.bfloat16:
+        return entries + change.to(entries.dtype)
+    noise = mix(folded(places.listed(entries.device)))
+    noise &= LOWER_BITS
+    found = torch.empty_like(entries)
+    store_rounded(entries.float() + change, noise, found)
+    return found
 
 
 def flat_entries(parameter: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ def test_parts_of_ranks__are_scaled_as_the_whole(scaling):
     curvature = torch.rand(301, generator=torch.Generator().manual_seed(2)) ** 4
     theta = selected(model, {name: p.detach() for name, p in model.base_model.named_parameters()})
     pieces = [
-        rewriting.Piece(number, slice(a, b), direction(vectors, slice(a, b), Step(1.0)), theta[a:b])
+        rewriting.Piece(number, slice(a, b), direction(vectors, slice(a, b), Step(1.0)), theta[a:b], None)
         for number, w in enumerate(space.active())
         for a, b in ((w.offset, (w.offset + w.stop) // 2), ((w.offset + w.stop) // 2, w.stop))
     ]

@@ -155,26 +155,28 @@ def test_clearly_harmful_step__is_dropped_after_a_fifth_of_the_texts(trained):
 
 
 def test_balance__makes_both_classes_equally_probable(trained, tmp_path):
-    """Of a model that says each word at the blanks of its own class alone: means over all blanks would be equal."""
-    results = trained.evaluate_decoder(target_class="balance", max_harm=0.05, use_cache=False)
+    """At blanks where the base model is sure of one class: fails if the index does not ask for both."""
+    rows = demo.feature_data()["M"]["masked"][:12]
+    results = trained.evaluate_decoder(
+        target_class="balance", neutral_blanks=list(rows), max_harm=0.05, use_cache=False
+    )
     found, before = results["balance"]["indices"], results["balance"]["base_indices"]
-    assert set(found) == {"bpi", "pi_M", "pi_F", "by_blanks"} and set(found["by_blanks"]) == {"M", "F"}
-    assert "refusal" not in results["balance"] and found["bpi"] > 2.0 * before["bpi"], "the base is not balanced"
-    probabilities = results["grid"][results["balance"]["feature_factor"], results["balance"]["learning_rate"]]
-    for blanks, words in probabilities["probs_by_dataset"].items():
-        assert sum(words.values()) > 0.9 * sum(results["grid"]["base"]["probs_by_dataset"][blanks].values())
+    assert set(found) == {"bpi", "pi_M", "pi_F", "by_blanks"} and set(found["by_blanks"]) == {"M", "F", "neutral"}
+    assert found["bpi"] == found["by_blanks"]["neutral"]["bpi"] > 5.0 * before["bpi"]
+    assert "refusal" not in results["balance"]
+    words = results["grid"][results["balance"]["feature_factor"], results["balance"]["learning_rate"]]
+    after, base = (grid["probs_by_dataset"]["neutral"] for grid in (words, results["grid"]["base"]))
+    assert abs(after["M"] - after["F"]) < 0.1 < 0.9 < base["M"] - base["F"]
+    assert sum(after.values()) > 0.9 * sum(base.values())
     trained.rewrite_base_model(results, target_class="balance", output_dir=tmp_path / "balanced")
     assert load_file(tmp_path / "balanced" / "model.safetensors")
 
 
-def test_balance__at_blanks_of_ones_own(trained):
-    """They are what is looked at, and those of the rows are told beside them."""
-    blanks = pd.DataFrame(
-        {"text": ["The doctor said that [MASK] was tired.", "The nurse left because [MASK] was ill."]}
-    )
-    found = trained.evaluate_decoder(target_class="balance", neutral_blanks=blanks, use_cache=False)["balance"]
-    assert set(found["indices"]["by_blanks"]) == {"M", "F", "neutral"}
-    assert found["base_indices"]["bpi"] == found["base_indices"]["by_blanks"]["neutral"]["bpi"]
+def test_balance__without_neutral_blanks__is_of_the_means_over_both_classes_rows(trained):
+    """This base model has no preference, however sure it is at each blank: it is told so, and nothing is chosen."""
+    found = trained.evaluate_decoder(target_class="balance", use_cache=False)["balance"]
+    assert found["base_indices"]["bpi"] > 5.0 * max(each["bpi"] for each in found["base_indices"]["by_blanks"].values())
+    assert "neutral_blanks" in found["refusal"] and set(found["indices"]["by_blanks"]) == {"M", "F"}
 
 
 def test_search__goes_on_with_the_steps_that_are_kept(trained, found, monkeypatch):
