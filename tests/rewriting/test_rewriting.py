@@ -61,6 +61,34 @@ def test_in_place__is_the_changed_copy_and_then_the_original(family, keep, dtype
     assert_same(before, bits(model.base_model))
 
 
+def test_bfloat16__keeps_a_step_that_is_smaller_than_its_own():
+    """Fails if sums are rounded to the nearest: next to nothing of this step would be left."""
+    model = model_of("gpt2", None, torch.bfloat16)
+    before, step = bits(model.base_model), Step(1e-3)
+    changes = rewriting.changes(model.base_model, model.gradiend.space.active(), VectorsInMemory(model.gradiend), step)
+    asked = torch.cat([change.double() for _, _, change in changes])
+    after = bits(model.rewrite_base_model(step.learning_rate, step.feature_factor))
+    names = [weight.name for weight in model.gradiend.space.active()]
+    moved = torch.cat([(after[name].double() - before[name].double()).flatten() for name in names])
+    assert (moved == 0.0).double().mean() > 0.9, "this step is not small"
+    assert float(moved @ asked / (asked @ asked)) == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("places", [slice(0, 301), torch.randperm(5000)[:301]], ids=["range", "selected"])
+def test_bfloat16__is_rounded_by_the_place_alone(places):
+    """So ranks with other shards, pieces of other sizes and one entry by itself give the same weights."""
+    generator = torch.Generator().manual_seed(0)
+    entries = torch.randn(301, generator=generator).bfloat16()
+    change = torch.randn(301, generator=generator) * 1e-3
+    offset = 2**40 + 17
+    whole = rewriting.moved(entries, change, rewriting.Places(offset, places))
+    listed = torch.arange(301) if isinstance(places, slice) else places
+    for part in (slice(0, 1), slice(1, 100), slice(100, 301)):
+        where = slice(part.start, part.stop) if isinstance(places, slice) else places[part]
+        assert torch.equal(rewriting.moved(entries[part], change[part], rewriting.Places(offset, where)), whole[part])
+    assert not torch.equal(rewriting.moved(entries, change, rewriting.Places(offset, listed.flip(0))), whole)
+
+
 def test_in_place__is_itself_again_after_an_exception():
     model = model_of(keep=40)
     before = bits(model.base_model)
