@@ -18,6 +18,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.balance import BALANCE, without_balance
 from gradiend_dist.evaluation.decoder import ModelScores, Words, scored_rows
 from gradiend_dist.evaluation.grid import FINE_LEARNING_RATES, LEARNING_RATES, grid_steps
+from gradiend_dist.evaluation.held_out import scored_base
 from gradiend_dist.evaluation.points import Entry, Place, PointCache, Points, grid_key, shown
 from gradiend_dist.evaluation.request import DecoderRequest, first_given
 from gradiend_dist.evaluation.selection import (
@@ -29,7 +30,7 @@ from gradiend_dist.evaluation.selection import (
     summarize,
     tell_edges,
 )
-from gradiend_dist.evaluation.strength import ClassSearches, SearchDirection, scored_base
+from gradiend_dist.evaluation.strength import ClassSearches, SearchDirection
 from gradiend_dist.evaluation.texts import Texts, curvature_texts, scored_texts, without_repeats
 from gradiend_dist.evaluation.trained_run import TrainedRun
 from gradiend_dist.rewriting.step import Step

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradiend_dist.evaluation.balance import BALANCE, balance_by_blanks, balance_of, gap_of
-from gradiend_dist.evaluation.completions import completed, sentences
 from gradiend_dist.evaluation.decoder import ModelScores
-from gradiend_dist.evaluation.harm import UNKNOWN_TEXTS, Harm, TextLosses, TextScores, kept_losses, losses_as_kept
+from gradiend_dist.evaluation.held_out import add_held_out, scored_base, tell_unknown_texts
 from gradiend_dist.evaluation.points import Entry, Place, Points, grid_key, shown
 from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.evaluation.search import StrengthSearch, Trial, is_gain
@@ -23,7 +22,6 @@ from gradiend_dist.evaluation.selection import BASE, WEAKEN
 from gradiend_dist.evaluation.texts import Texts
 from gradiend_dist.rewriting.move import DirectionNorms
 from gradiend_dist.rewriting.step import Step
-from gradiend_dist.storage.fingerprint import text_hash
 
 logger = logging.getLogger(__name__)
 
@@ -65,26 +63,14 @@ class ClassSearches:
         grid: dict[Any, Entry] = {BASE: base}
         grid |= {grid_key(step): entry for step, entry in self.scored.items() if "probs" in entry}
         dropped = [entry for entry in self.scored.values() if "probs" not in entry]
-        completions = self._report(summary, report)
+        completions = add_held_out(summary, report, self.points, self.scores, self.name)
         return {**summary, "grid": grid, "too_harmful": dropped, "completions": completions}
 
     def _base(self) -> Entry:
         """The base model, which all harm is measured against."""
         base, self.losses = scored_base(self.points, self.scores, self.name)
-        self._tell_unknown_texts(self.losses, "neutral texts", "eval_neutral_data")
+        tell_unknown_texts(self.losses, self.scores.asker.vocabulary, "neutral texts", "eval_neutral_data")
         return base
-
-    def _tell_unknown_texts(self, losses: TextLosses, what: str, argument: str) -> None:
-        usual = math.log(self.scores.asker.vocabulary)
-        if losses.mean > UNKNOWN_TEXTS * usual:
-            logger.warning(
-                "the base model predicts the %s hardly better than by chance (loss %.2f of %.2f), so they do not show "
-                "what harms it: pass texts of its own kind as %s",
-                what,
-                losses.mean,
-                usual,
-                argument,
-            )
 
     def _searches(self, base: Entry) -> dict[tuple[str, SearchDirection], StrengthSearch]:
         found = {}
@@ -153,7 +139,7 @@ class ClassSearches:
         rivals = [(best, way) for way, search in mine.items() if (best := search.best()) is not None]
         if not rivals:
             found |= {"value": found["base_value"], "feature_factor": 1.0, "learning_rate": 0.0}
-            return _refused(found, self._all_too_harmful(metric, tried))
+            return _refused(found, _all_too_harmful(metric, tried, self.request.max_harm))
         best, way = max(rivals, key=lambda rival: rival[0].value or 0.0)
         step = self._step(way, best.change)
         entry = self.scored[step]
@@ -172,7 +158,8 @@ class ClassSearches:
             for name, of in (("indices", entry), ("base_indices", base)):
                 found[name] = {**balance_of(of, self.classes), "by_blanks": balance_by_blanks(of, self.classes)}
         if not is_gain(found["base_value"], found["value"]):
-            return _refused(found, self._no_gain(metric, found, tried))
+            together = metric == BALANCE and not self.scores.neutral_blanks
+            return _refused(found, _no_gain(metric, found, tried) + NO_NEUTRAL_BLANKS * together)
         if best.error > self.request.max_harm:
             known = f"to {100 * best.error:.1f} % only, which is more" if math.isfinite(best.error) else "no better"
             logger.warning("%s: harm is known %s than max_harm: pass more neutral texts", metric, known)
@@ -189,72 +176,27 @@ class ClassSearches:
             "value": trial.value,
         }
 
-    def _all_too_harmful(self, metric: str, tried: Sequence[Trial]) -> str:
-        smallest = min(trial.change for trial in tried)
-        return (
-            f"all {len(tried)} steps towards {metric}, of {smallest:.1e} of the weights' norm and more, do more harm "
-            f"than max_harm={self.request.max_harm:g}"
-        )
-
-    def _no_gain(self, metric: str, found: Mapping[str, Any], tried: Sequence[Trial]) -> str:
-        largest = max(trial.change for trial in tried)
-        told = (
-            f"no step within max_harm={self.request.max_harm:g} changes {metric} by a tenth: {found['base_value']:.4g} "
-            f"-> {found['value']:.4g} at best, in {len(tried)} steps of up to {largest:.1e} of the weights' norm"
-        )
-        if metric == BALANCE and not self.scores.neutral_blanks:
-            told += " (of both classes' blanks together: pass sentences that either class may fill as neutral_blanks)"
-        return told
-
-    def _report(self, summary: dict[str, dict[str, Any]], report: Mapping[str, Texts | None]) -> dict[str, list[str]]:
-        """Add the harm of what was chosen on other texts to the summary; returns sentences that all models complete."""
-        chosen = {
-            metric: Step(entry["learning_rate"], entry["feature_factor"], self.request.part, self.points.scaling)
-            for metric, entry in summary.items()
-            if entry["learning_rate"] != 0.0
-        }
-        asker, asked = self.scores.asker, sentences(self.scores.rows, self.classes)
-        given = {name: texts for name, texts in report.items() if texts is not None and texts.texts}
-        scores = {name: TextScores(asker, texts, by_search=True) for name, texts in given.items()}
-
-        def look() -> Entry:
-            losses = {name: losses_as_kept(of.measure().losses) for name, of in scores.items()}
-            return {"losses": losses, "completions": completed(asker, asked)}
-
-        digest = text_hash([*(list(texts.texts) for texts in given.values()), *map(list, asked)])[:12]
-        places: list[Place] = list(dict.fromkeys([None, *chosen.values()]))
-        found = self.points.each(places, look, name=lambda place: f"report_{digest}_{self.name(place)}")
-        base = found[None]
-        if "second" in scores:
-            self._tell_unknown_texts(kept_losses(base["losses"]["second"]), "second texts", "second_neutral_data")
-        for metric, step in chosen.items():
-            for name in scores:
-                after, before = (kept_losses(entry["losses"][name]) for entry in (found[step], base))
-                harm = after.harm_against(before)
-                summary[metric][name] = harm.fields()
-                self._tell_exceeded(metric, name, harm)
-        return {BASE: base["completions"], **{m: found[step]["completions"] for m, step in chosen.items()}}
-
-    def _tell_exceeded(self, metric: str, texts: str, harm: Harm) -> None:
-        """The allowed harm is that of the texts of the search; on others it may be larger."""
-        if harm.is_above(self.request.max_harm):
-            logger.warning(
-                "%s: on %s, which had no part in the choice, the harm is %.2f ± %.2f %%, more than max_harm=%g: lower "
-                "max_harm, or pass more neutral texts",
-                metric,
-                "texts of the second corpus" if texts == "second" else "held-out texts",
-                100 * harm.value,
-                100 * harm.error,
-                self.request.max_harm,
-            )
-
-
-def scored_base(points: Points, scores: ModelScores, name: Callable[[Place], str]) -> tuple[Entry, TextLosses]:
-    """The base model, which all harm is measured against, and its losses text by text. All ranks call this."""
-    entry = points.each([None], scores.measure_base, name=name)[None]
-    return shown(None, entry), kept_losses(entry["text_losses"])
-
 
 def _refused(found: dict[str, Any], why: str) -> dict[str, Any]:
     logger.warning("%s", why)
     return {**found, "refusal": why}
+
+
+def _all_too_harmful(metric: str, tried: Sequence[Trial], max_harm: float) -> str:
+    smallest = min(trial.change for trial in tried)
+    return (
+        f"all {len(tried)} steps towards {metric}, of {smallest:.1e} of the weights' norm and more, do more harm "
+        f"than max_harm={max_harm:g}"
+    )
+
+
+def _no_gain(metric: str, found: Mapping[str, Any], tried: Sequence[Trial]) -> str:
+    largest = max(trial.change for trial in tried)
+    return (
+        f"no step within max_harm={found['max_harm']:g} changes {metric} by a tenth: {found['base_value']:.4g} "
+        f"-> {found['value']:.4g} at best, in {len(tried)} steps of up to {largest:.1e} of the weights' norm"
+    )
+
+
+# Where there are none, the means over both classes' rows may be balanced in a model that is not.
+NO_NEUTRAL_BLANKS = " (of both classes' blanks together: pass sentences that either class may fill as neutral_blanks)"

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from gradiend_dist import TextPredictionTrainer, TrainingArguments, UserError, demo
 from gradiend_dist.evaluation.decoder_evaluation import DecoderEvaluation
+from gradiend_dist.evaluation.harm import Harm
+from gradiend_dist.evaluation.held_out import scored_base, tell_exceeded
 from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.evaluation.search import CLOSE_ENOUGH, MAX_HARM, is_gain
-from gradiend_dist.evaluation.strength import scored_base
 
 MAX_ROWS = 30
 
@@ -138,6 +139,58 @@ def test_texts_unlike_the_models_own__are_told(trained, caplog):
     caplog.clear()
     second = trained.evaluate_decoder(target_class="F", second_neutral_data=texts, use_cache=False)["F"]["second"]
     assert second["harm_error"] > 0.0 and "as second_neutral_data" in caplog.text
+
+
+def test_one_neutral_text__has_no_error_and_is_told(trained, caplog):
+    """Fails if the error of a single text is given as zero: nothing tells how much texts differ."""
+    texts = demo.neutral_data()[:1]
+    found = trained.evaluate_decoder(target_class="F", neutral_df=texts, scaling="tensor", use_cache=False)["F"]
+    assert found["harm_error"] == float("inf") and "held_out" not in found
+    assert "one neutral text is left" in caplog.text and "harm is known no better" in caplog.text
+
+
+def test_harm_on_other_texts_that_is_larger_than_allowed__is_told(caplog):
+    tell_exceeded("F", "held_out", Harm(0.012, 0.005), 0.01)
+    assert not caplog.text, "within its error"
+    tell_exceeded("F", "second", Harm(0.05, 0.005), 0.01)
+    assert "F: on texts of the second corpus, which had no part in the choice, the harm is 5.00" in caplog.text
+
+
+def test_rows_as_texts__are_not_those_of_the_curvature(trained):
+    """Without neutral texts the rows stand in; fails if what the curvature has seen is scored."""
+    evaluation = DecoderEvaluation(trained, DecoderRequest(neutral_df=pd.DataFrame({"text": []}), use_cache=False))
+    scores, others = evaluation.scores()
+    assert evaluation.left_out is not None and evaluation.left_out.texts
+    assert not set(evaluation.left_out.texts) & {*scores.texts.texts, *others.texts}
+
+
+def test_classes_and_balance__are_searched_together(trained):
+    found = trained.evaluate_decoder(target_class=["F", "balance"], use_cache=False)
+    assert {"F", "balance"} <= found.keys() and "M" not in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"learning_rate": 1e-3, "max_harm": 0.02}, "max_harm has no effect where learning_rate is given"),
+        ({"decoder_results": {}, "split": "test"}, "split has no effect where decoder_results is given"),
+        ({"maximum": 1}, "maximum is not a known argument"),
+    ],
+)
+def test_rewriting__refuses_what_has_no_effect(trained, arguments, sentence):
+    with pytest.raises(UserError, match=sentence):
+        trained.rewrite_base_model(target_class="F", **arguments)
+
+
+def test_rewriting__searches_as_it_is_told(trained, monkeypatch):
+    """Fails if the arguments of the search do not reach it."""
+    asked: list[DecoderRequest] = []
+    known = DecoderEvaluation.__init__
+    monkeypatch.setattr(
+        DecoderEvaluation, "__init__", lambda self, run, asks: (asked.append(asks), known(self, run, asks))[1]
+    )
+    trained.rewrite_base_model(target_class="F", max_harm=0.02, max_size=5, split="validation", force=True)
+    assert [(each.max_harm, each.max_size, each.split) for each in asked] == [(0.02, 5, "validation")]
 
 
 def test_clearly_harmful_step__is_dropped_after_a_fifth_of_the_texts(trained):
