@@ -233,11 +233,11 @@ def decoder_table(found: dict[str, Any], target_classes: Sequence[str]) -> str:
     searched = any("evaluations" in entry for entry in chosen.values())
     second = any("second" in entry for entry in chosen.values())
 
-    def row(name: str, where: str, harm: Sequence[str], entry: dict[str, Any]) -> tuple[str, ...]:
+    def row(name: str, step: Sequence[str], harm: Sequence[str], entry: dict[str, Any]) -> tuple[str, ...]:
         cells = [
             f"{entry['probs_by_dataset'][dataset][word]:.4f}" for dataset in target_classes for word in target_classes
         ]
-        return name, where, *cells, *harm, f"{entry['lms']['lms']:.4f}"
+        return name, *step, *cells, *harm, f"{entry['lms']['lms']:.4f}"
 
     def harm(entry: dict[str, Any]) -> list[str]:
         if not searched:
@@ -245,15 +245,16 @@ def decoder_table(found: dict[str, Any], target_classes: Sequence[str]) -> str:
         kinds = [entry, entry.get("held_out"), *([entry.get("second")] if second else [])]
         return [percent(kind) for kind in kinds]
 
-    rows = [row("base model", "", [""] * (searched * (2 + second)), grid["base"])]
+    steps = [*(["weights move"] if searched else []), "factor", "rate"]
+    rows = [row("base model", [""] * len(steps), [""] * (searched * (2 + second)), grid["base"])]
     for metric, entry in chosen.items():
         point = grid.get((entry["feature_factor"], entry["learning_rate"]))
         if point is not None:
-            rows.append(row(what_is_done(metric, entry), where_chosen(entry), harm(entry), point))
+            rows.append(row(what_is_done(metric, entry), step_taken(entry), harm(entry), point))
     header = [f"P({word}) | {dataset}" for dataset in target_classes for word in target_classes]
     harms = ["harm", "held out", *(["second"] if second else [])] if searched else []
     title = "decoder: probability of the words of a class at the blanks of a class, and what the language model loses"
-    lines = [title, "", table(("model", "selected at", *header, *harms, "lms"), rows)]
+    lines = [title, "", table(("model", *steps, *header, *harms, "lms"), rows)]
     lines += [f"  {entry['refusal']}" for entry in chosen.values() if "refusal" in entry]
     return "\n".join([*lines, *search_lines(found, chosen)] if searched else lines)
 
@@ -282,10 +283,10 @@ def search_lines(found: dict[str, Any], chosen: dict[str, dict[str, Any]]) -> li
     return lines
 
 
-def where_chosen(entry: dict[str, Any]) -> str:
-    """By how much the weights move, where a search has found that, and the rate that this is equal to."""
-    rate = f"factor {entry['feature_factor']:+g}, rate {entry['learning_rate']:g}"
-    return f"{100 * entry['relative_change']:.3g} % of the weights: {rate}" if "relative_change" in entry else rate
+def step_taken(entry: dict[str, Any]) -> list[str]:
+    """By how much the weights move, where a search has found that, and the grid's point that this is equal to."""
+    moved = [f"{100 * entry['relative_change']:.3g} %"] if "relative_change" in entry else []
+    return [*moved, f"{entry['feature_factor']:+g}", f"{entry['learning_rate']:.6g}"]
 
 
 def balance_table(entry: dict[str, Any]) -> str:
