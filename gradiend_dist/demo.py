@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["masked", "causal"]
 
-Part = Literal["pretraining", "train", "validation", "test"]
+Split = Literal["pretraining", "train", "validation", "test"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -59,9 +59,9 @@ MAX_POSITIONS = 256  # the reference package pads every row to 256 tokens and fa
 
 END_OF_TEXT = "<|endoftext|>"
 
-SPLITS: tuple[Part, ...] = ("train", "validation", "test")
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
-TURNS: tuple[Part, ...] = ("train", "train", "train", "validation", "test")  # dealing subjects, endings and rows
+TURNS: tuple[Split, ...] = ("train", "train", "train", "validation", "test")  # dealing subjects, endings and rows
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def _split_of(position: int) -> str:
     return TURNS[position % len(TURNS)]
 
 
-def _belongs(subject_split: str, ending_split: str, part: Part) -> bool:
+def _belongs(subject_split: str, ending_split: str, part: Split) -> bool:
     """Whether a sentence with such a subject and such an ending is of this part."""
     if part == "pretraining":
         return subject_split != ending_split or subject_split == "train"
     return subject_split == ending_split == part
 
 
-def _templates(family: Family, label: str, part: Part, count: int, rng: random.Random) -> list[str]:
+def _templates(family: Family, label: str, part: Split, count: int, rng: random.Random) -> list[str]:
     """Draw `count` different templates of one class and part."""
     pairs = [
         (subject, ending)

@@ -1,7 +1,7 @@
 """Bytes that one GPU or rank needs, by engine: integer formulas, from the sizes of a model alone.
 
-n entries are trained on, m is the latent dimension, b = 1 with a decoder bias, W ranks; p is the largest rank's part of
-n; all of it float32, 4 bytes.
+n entries are trained on, m is the latent dimension, b = 1 with a decoder bias, W ranks; p is the size of the largest
+rank's slice of n; all of it float32, 4 bytes.
 
     weights       placed, sliced: 4p(2m + b)             zero 1, 2: 4n(2m + b)          zero 3: the same / W
     moments       placed, sliced: 8p(2m + b)             zero: 12n(2m + b) / W, with the fp32 masters
@@ -22,7 +22,7 @@ Between two steps the base model works, and needs at that time instead of the st
                   (n > 2^20: 2^20 numbers on every rank)
 
 The peak is the larger of the two times, or that of pre-pruning: base, 4 bytes per own entry of the whole space (zero:
-of an even part of it; 8 where the items of a spectral start rank the weights), base buffers, activations; or that of a
+of an even slice of it; 8 where the items of a spectral start rank the weights), base buffers, activations; or that of a
 spectral start, before there are moments: the rest, and a sketch of each kind of all its items.
 """
 
@@ -149,26 +149,26 @@ class Need:
 # --- encoder and decoder
 
 
-def sketches(head: Head, part: int) -> dict[str, int]:
-    """Bytes of the sketches of a rank that knows `part` of each gradient."""
-    numbers = SKETCH if head.n > SKETCH else part
+def sketches(head: Head, slice_size: int) -> dict[str, int]:
+    """Bytes of the sketches of a rank that knows `slice_size` of each gradient."""
+    numbers = SKETCH if head.n > SKETCH else slice_size
     return {"held_out": 4 * HELD_OUT_ITEMS * numbers, "spectral": 4 * head.spectral_items * head.kinds * numbers}
 
 
-def pre_prune(run: Run, part: int) -> int:
-    """Vectors over `part` of the whole space."""
+def pre_prune(run: Run, slice_size: int) -> int:
+    """Vectors over `slice_size` of the whole space."""
     each = PRE_PRUNE_BYTES_BY_ITEMS if run.head.spectral_items else PRE_PRUNE_BYTES
-    return each * part if run.is_pruned else 0
+    return each * slice_size if run.is_pruned else 0
 
 
-def sliced(head: Head, part: int, *, chunk: int = CHUNK_ON_GPU) -> Need:
-    """A rank with `part` of the n entries; the single process has all of them."""
-    entries = part * head.vectors
+def sliced(head: Head, slice_size: int, *, chunk: int = CHUNK_ON_GPU) -> Need:
+    """A rank with `slice_size` of the n entries; the single process has all of them."""
+    entries = slice_size * head.vectors
     return Need(
         weights=4 * entries * head.seeds,
         moments=8 * entries * head.seeds,
-        gradients=4 * part * head.kinds * head.items,
-        step_buffers=4 * CHUNKS_AT_ONCE * min(part, chunk) * head.items,
+        gradients=4 * slice_size * head.kinds * head.items,
+        step_buffers=4 * CHUNKS_AT_ONCE * min(slice_size, chunk) * head.items,
         host=12 * entries * head.seeds,
     )
 
@@ -268,7 +268,7 @@ def fsdp_buffers(base: Base) -> int:
     return base.bytes_per_weight * (root + 2 * layer) + (base.bytes_per_weight + 4) * max(layer, root)
 
 
-def fsdp_part(base: Base, ranks: int) -> int:
+def fsdp_slice(base: Base, ranks: int) -> int:
     """Entries of rank 0, which has most: ceil(rows / W) rows of each weight. Of a pruned space: the same share."""
     sizes = zip(base.weight_sizes, base.first_dimensions, strict=True)
     return sum(-(-rows // ranks) * (size // rows) for size, rows in sizes)
@@ -339,11 +339,11 @@ def together(a: Need, b: Need) -> Need:
 
 
 def with_base(
-    need: Need, run: Run, ranks: int, part: int, whole_part: int, *, base_buffers: int, sent: int = 0
+    need: Need, run: Run, ranks: int, slice_size: int, unpruned_slice: int, *, base_buffers: int, sent: int = 0
 ) -> Need:
     """`need`, and that of a base model which is whole on this rank.
 
-    `part` and `whole_part` are the entries that the rank knows of a gradient: after pruning, and before.
+    `slice_size` and `unpruned_slice` are the entries that the rank knows of a gradient: after pruning, and before.
     """
     indices = 8 * run.head.n if run.is_pruned else 0
     return replace(
@@ -352,8 +352,8 @@ def with_base(
         indices=indices,
         base_buffers=base_buffers,
         activations=activations(run.base, -(-run.rows // ranks), run.tokens, recomputes=run.recomputes),
-        pre_prune=pre_prune(run, whole_part),
-        **sketches(run.head, part),
+        pre_prune=pre_prune(run, unpruned_slice),
+        **sketches(run.head, slice_size),
         host=need.host + indices,
         sent=need.sent + sent,
     )
@@ -362,20 +362,24 @@ def with_base(
 def need_sliced(run: Run, ranks: int) -> Need:
     """The base whole on every rank, gradients reduce-scattered to their owners."""
     base, head = run.base, run.head
-    part = -(-head.n // ranks)
+    slice_size = -(-head.n // ranks)
     buffers = single_gradient(base) + bytes_in_flight(base.weight_sizes, ranks, everyone_all=False)
     sent = head.items * head.kinds * all_gather(4 * head.n, ranks)
-    return with_base(sliced(head, part), run, ranks, part, -(-base.n // ranks), base_buffers=buffers, sent=sent)
+    return with_base(
+        sliced(head, slice_size), run, ranks, slice_size, -(-base.n // ranks), base_buffers=buffers, sent=sent
+    )
 
 
 def need_fsdp(run: Run, ranks: int) -> Need:
     """The base cut by FSDP2; the parts of n follow its shards."""
     base, head = run.base, run.head
-    whole_part = fsdp_part(base, ranks)
-    part = -(-whole_part * head.n // base.n)
+    unpruned_slice = fsdp_slice(base, ranks)
+    slice_size = -(-unpruned_slice * head.n // base.n)
     sent = head.items * fsdp_sent(base, ranks, head.kinds)
-    need = with_base(sliced(head, part), run, ranks, part, whole_part, base_buffers=fsdp_buffers(base), sent=sent)
-    return replace(need, base=fsdp_base(base, ranks), indices=8 * part if run.is_pruned else 0)
+    need = with_base(
+        sliced(head, slice_size), run, ranks, slice_size, unpruned_slice, base_buffers=fsdp_buffers(base), sent=sent
+    )
+    return replace(need, base=fsdp_base(base, ranks), indices=8 * slice_size if run.is_pruned else 0)
 
 
 def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Need:

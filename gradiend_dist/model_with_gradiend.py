@@ -37,7 +37,11 @@ from gradiend_dist.storage.model_dir import Description, is_model_directory, loa
 
 
 class ModelWithGradiend:
-    """A base model and the GRADIEND model over its gradients."""
+    """A base model and the GRADIEND model over its gradients.
+
+    No method communicates but `save_pretrained` of slices, which all ranks call, and what asks a base model in shards
+    (`encode` of a text, `create_gradients`), which all ranks do together as well.
+    """
 
     def __init__(
         self,
@@ -248,6 +252,7 @@ def create_model_with_gradiend(
 ) -> ModelWithGradiend:
     """A fresh GRADIEND model over a base model (a path, a hub id or a loaded model with its tokenizer).
 
+    Each process makes one of its own: nothing is cut, no other rank is asked.
     `param_map` restricts the weights by name or wildcard; `seed` fixes the start; further options go to
     `ModelWithGradiend`.
     """
@@ -279,7 +284,10 @@ def create_model_with_gradiend(
 
 
 def load_model(path: str | Path, cls: type[ModelWithGradiend], **options: Any) -> ModelWithGradiend:
-    """Load a directory that we or the reference wrote; see `ModelWithGradiend.from_pretrained` for the options."""
+    """Load a directory that we or the reference wrote; see `ModelWithGradiend.from_pretrained` for the options.
+
+    Each process loads a whole one: no other rank is asked.
+    """
 
     path = Path(path)
     config = read_json(path / MODEL_CONFIG)

@@ -29,10 +29,9 @@ from gradiend_dist.evaluation.rewritten import RewriteRequest, chosen_target, re
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.rewriting.card import as_dtype, check_output, check_saving
 from gradiend_dist.storage import provenance
-from gradiend_dist.storage.files import read_json
 from gradiend_dist.storage.fingerprint import reusable, training_fingerprint
-from gradiend_dist.storage.layout import SEED_REPORT, TRAINING
 from gradiend_dist.storage.model_dir import check_replaceable
+from gradiend_dist.storage.records import read_seed_report, read_training
 from gradiend_dist.storage.run_lock import RunLock
 from gradiend_dist.training import seeds
 from gradiend_dist.training.experiment import ModelOfExperiment, joined_arguments
@@ -236,13 +235,11 @@ class Evaluations(ModelOfExperiment):
         No communication.
         """
         path = Path(model_path) if model_path is not None else self.model_path
-        record: dict[str, Any] = read_json(path / TRAINING)
-        return record
+        return read_training(path)
 
     def get_seed_report(self) -> dict[str, Any]:
         """The report on all seeds that were tried. No communication."""
-        report: dict[str, Any] = read_json(self.seed_runs_dir / SEED_REPORT)
-        return report
+        return read_seed_report(self.seed_runs_dir)
 
 
 class TextPredictionTrainer(Evaluations):

@@ -119,12 +119,12 @@ def tree() -> str:
     lines = []
     for name in (name for names in ORDER for name in names.split()):
         inner = [module for module in modules() if module.startswith(f"{name}.")]
-        lines.append(f"{name + ('/' if inner else '.py'):24}{first_line(name)}".rstrip())
+        lines.append(f"{name + ('/' if inner else '.py'):28}{first_line(name)}".rstrip())
         for module in inner:
             *folders, last = module.split(".")
             is_folder = any(other.startswith(f"{module}.") for other in inner)
             entry = "    " * len(folders) + last + ("/" if is_folder else ".py")
-            lines.append(f"{entry:24}{first_line(module)}".rstrip())
+            lines.append(f"{entry:28}{first_line(module)}".rstrip())
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
@@ -180,10 +180,6 @@ def test_imports__are_seen_in_every_form(source, found):
     assert [(edge.target, edge.inside_function) for edge in imports("test", source)] == found
 
 
-if __name__ == "__main__":
-    print(tree())
-
-
 # Who asks for the argument itself: it is checked and read there, or a result depends on it as on every argument.
 READS_COMPAT = ("config.arguments", "evaluation.encoder_report", "evaluation.decoder_evaluation")
 
@@ -203,21 +199,34 @@ COLLECTIVES = frozenset(
     "total total_on_host smallest largest all_agree gather decide first together concatenate redistribute all_reduce "
     "reduce_scatter exchange broadcast barrier meet".split()
 )
-# Modules whose classes say it once for all of their methods, or which are the collectives.
+# The collectives themselves, which are about ranks in every line.
 SAID_ABOVE = ("distributed.",)
+# Methods of many classes, torch's and Python's own among them: what is called is not known by its name.
+OF_MANY = frozenset("join load result gather leave save_pretrained initialize_weights".split())
 
 
 def says_who_calls(node: ast.AST) -> bool:
-    text = (ast.get_docstring(node) or "").lower()  # type: ignore[arg-type]
-    return "all ranks" in text or "every rank" in text or "rank 0" in text or "ranks of" in text
+    text = " ".join((ast.get_docstring(node) or "").lower().split())  # type: ignore[arg-type]
+    words = ("all ranks", "every rank", "rank 0", "ranks of", "no other rank", "each process")
+    return any(said in text for said in words)
 
 
-def test_functions_that_call_collectives__say_who_must_call_them():
-    """A function that only some ranks enter would hang the others: its docstring, or its class's, says who must."""
-    silent = []
+@dataclass(frozen=True)
+class Function:
+    """A function or method, and whether it, its class or what it stands in says who must call it."""
+
+    module: str
+    node: ast.FunctionDef
+    says_it: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.node.name}:{self.node.lineno}"
+
+
+@cache
+def functions() -> tuple[Function, ...]:
+    found = []
     for module, path in modules().items():
-        if module.startswith(SAID_ABOVE):
-            continue
         tree = ast.parse(path.read_text())
         said = {
             id(child)
@@ -225,14 +234,38 @@ def test_functions_that_call_collectives__say_who_must_call_them():
             if isinstance(outer, ast.ClassDef | ast.FunctionDef) and says_who_calls(outer)
             for child in ast.walk(outer)
         }
-        for function in ast.walk(tree):
-            if isinstance(function, ast.FunctionDef) and id(function) not in said and calls_collective(function):
-                silent.append(f"{module}.{function.name}:{function.lineno}")
-    assert not silent
+        found += [Function(module, n, id(n) in said) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    return tuple(found)
+
+
+def for_all_ranks() -> set[str]:
+    """Names that belong to functions for all ranks and to no others."""
+    by_name: dict[str, list[Function]] = {}
+    for function in functions():
+        by_name.setdefault(function.node.name, []).append(function)
+    return {
+        name
+        for name, alike in by_name.items()
+        if all(function.says_it for function in alike)
+        and any("all ranks" in (ast.get_docstring(function.node) or "").lower() for function in alike)
+    } - OF_MANY
+
+
+def test_functions_that_call_collectives__say_who_must_call_them():
+    """A function that only some ranks enter would hang the others: its docstring, or its class's, says who must.
+
+    By its own lines (`comm.gather(...)`, `self.comm.first(...)`), and by what it calls that is for all ranks itself.
+    """
+    silent = [
+        function for function in functions() if not function.says_it and not function.module.startswith(SAID_ABOVE)
+    ]
+    assert [str(function) for function in silent if calls_collective(function.node)] == []
+    indirect = for_all_ranks()
+    assert len(indirect) > 40
+    assert [str(function) for function in silent if called(function.node) & indirect] == []
 
 
 def calls_collective(function: ast.FunctionDef) -> bool:
-    """By its own lines: `comm.gather(...)`, `self.comm.first(...)`."""
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
     return any(
         isinstance(call, ast.Attribute)
@@ -240,3 +273,14 @@ def calls_collective(function: ast.FunctionDef) -> bool:
         and ast.unparse(call.value).split(".")[-1] == "comm"
         for call in calls
     )
+
+
+def called(function: ast.FunctionDef) -> set[str]:
+    """The names of what it calls, of methods and functions alike."""
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {call.attr if isinstance(call, ast.Attribute) else call.id for call in calls
+            if isinstance(call, ast.Attribute | ast.Name)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(tree())

@@ -85,6 +85,7 @@ def parse(argv: Sequence[str]) -> tuple[Delta, ApplyOptions]:
 
 
 def run(delta: Delta, options: ApplyOptions) -> int:
+    """Apply and save, in a single process: there is no other rank."""
     name, dtype = options.model or delta.base_model, as_dtype(options.dtype)
     delta.tell_other_base(name)
     model, tokenizer = load_base_model(name, torch_dtype="auto", trust_remote_code=options.trust_remote_code)

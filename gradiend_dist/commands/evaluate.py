@@ -111,6 +111,7 @@ class EvaluateOptions(SelectionOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; each process that was launched runs it."""
     process = Process(
         "gradiend-dist evaluate",
         memory_remedy="lower eval_batch_size, or launch on more GPUs.",
@@ -183,6 +184,7 @@ def trainer_of(run_dir: Path) -> TextPredictionTrainer:
 
 
 def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
+    """Evaluate and print; all ranks call this, rank 0 prints."""
     trainer.classes_asked_for(without_balance(options.target_class)[1])  # before a weight is loaded
     draws = options.plot and importlib.util.find_spec("matplotlib") is not None
     if options.plot and not draws:

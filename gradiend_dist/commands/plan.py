@@ -27,7 +27,7 @@ from gradiend_dist.config.documents import DocumentError, parse_json, read_text
 from gradiend_dist.engines.deepspeed_config import fits_zero
 from gradiend_dist.errors import UserError, exit_code
 from gradiend_dist.forecast import USABLE, base_of, num_weights, run_of
-from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero
+from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero, sliced
 from gradiend_dist.model.base import load_base_config, skeleton_of
 from gradiend_dist.model.config_check import WHILE_BUILDING, check_files_hold, check_sizes, check_values, reason
 from gradiend_dist.model.entries import count_to_keep
@@ -41,30 +41,37 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a run in one process, with one seed at a time; activations are left out, since no row was read yet."""
+    """Of a run that is about to start: what does not depend on how it is launched."""
 
-    full_size: int
-    trained_size: int
-    need: Need
-    num_models: int
-    """On disk at once: each seed's best and its output, and the promoted copy."""
     run: Run
-    """With rows and tokens: the longest that are possible."""
+    """With rows of the largest number of tokens that the arguments allow: none was read yet."""
+    num_models: int
+    """On disk at once: each seed's, and a better one while it is written; what is promoted shares its files."""
+
+    @property
+    def model_size(self) -> int:
+        """Bytes of one model on disk."""
+        return sliced(replace(self.run.head, seeds=1), self.run.head.n).weights
+
+    @property
+    def state_size(self) -> int:
+        """Bytes of a training state: weights and moments of all seeds that are trained at once."""
+        return sliced(self.run.head, self.run.head.n).host
 
     @property
     def disk(self) -> int:
-        return self.num_models * self.need.weights
+        return self.num_models * self.model_size
 
-    def lines(self) -> list[tuple[str, str]]:
-        need = self.need
+    def lines(self, need: Need) -> list[tuple[str, str]]:
+        """`need` is that of a process of this launch."""
         return [
-            ("weights of the base model's backbone", f"{self.full_size:,}"),
-            ("weights that are trained on", f"{self.trained_size:,}"),
+            ("weights of the base model's backbone", f"{self.run.base.n:,}"),
+            ("weights that are trained on", f"{self.run.head.n:,}"),
             ("memory: base model", gib(need.base)),
-            ("memory: encoder, decoder and moments, per seed", gib(need.weights + need.moments)),
+            ("memory: encoder, decoder and moments", gib(need.weights + need.moments)),
             ("memory: gradients of one step", gib(max(need.gradients, need.pre_prune))),
             ("memory: sketches of gradients", gib(max(need.held_out, need.spectral))),
-            ("disk: one model / at most at once", f"{gib(need.weights)} / {gib(self.disk)}"),
+            ("disk: one model / at most at once", f"{gib(self.model_size)} / {gib(self.disk)}"),
         ]
 
 
@@ -75,9 +82,7 @@ def forecast(model: str, args: TrainingArguments) -> Forecast:
     if Path(model).is_dir():
         check_files_hold(Path(model), num_weights(skeleton), f"model={model!r}")
     base = base_of(skeleton, ParameterSpace.of_model(skeleton, args.params), DTYPES[args.torch_dtype])
-    run = run_of(base, args, args.max_length)
-    need = need_placed(replace(run, head=replace(run.head, seeds=1), rows=0, tokens=0), gpus=1)
-    return Forecast(base.n, run.head.n, need, args.max_seeds + 2 if args.max_seeds > 1 else 2, run)
+    return Forecast(run_of(base, args, args.max_length), args.max_seeds + 1)
 
 
 class _NoTokenizer:

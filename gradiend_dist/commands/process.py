@@ -66,7 +66,10 @@ class Process:
     def _attempt(
         self, work: Callable[[Interrupt], int], interrupt: Interrupt, timeout: float
     ) -> tuple[int, str | None, str]:
-        """Whatever happens becomes an exit code, on one rank one line, and one word for the script that started it."""
+        """Whatever happens becomes an exit code, on one rank one line, and one word for the script that started it.
+
+        Every rank runs its own.
+        """
         try:
             self.comm = comm = launched(timeout).comm
             interrupt.grace = grace_seconds()

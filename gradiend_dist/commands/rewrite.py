@@ -45,6 +45,7 @@ class RewriteOptions(SelectionOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; each process that was launched runs it."""
     process = Process(
         "gradiend-dist rewrite",
         memory_remedy="run it where the base model and its GRADIEND model fit in memory.",
@@ -76,6 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, RewriteOptions]:
 
 
 def run(trainer: TextPredictionTrainer, options: RewriteOptions) -> int:
+    """Find the step where it is not given, rewrite and print; all ranks call this, rank 0 prints."""
     results = None
     if options.learning_rate is None and options.target_class is not None:
         results = trainer.evaluate_decoder(

@@ -253,14 +253,15 @@ def shares(options: JobOptions) -> dict[str, Any]:
 
 
 def seconds_of_warning(model: str, args: TrainingArguments) -> int:
-    """How long before its end a job must hear of it, to save its state: weights and moments of a seed."""
+    """How long before its end a job must hear of it, to save its state."""
     from gradiend_dist.commands.plan import forecast
 
     try:
-        need = forecast(model, args).need
-    except UserError:
-        return SECONDS_TO_STOP  # a model that only the nodes see
-    return SECONDS_TO_STOP + (need.weights + need.moments) // BYTES_PER_SECOND
+        size = forecast(model, args).state_size
+    except UserError:  # a model that only the nodes see
+        print_line(NAME, f"the model cannot be read here: the job hears of its end {SECONDS_TO_STOP} s before it")
+        return SECONDS_TO_STOP
+    return SECONDS_TO_STOP + size // BYTES_PER_SECOND
 
 
 def environment() -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gradiend_dist.commands.plan import Forecast, gib
 from gradiend_dist.commands.tables import table
 from gradiend_dist.config.arguments import TrainingArguments
@@ -24,6 +26,9 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
     schedule = trainer.training_rows.schedule
     steps = StepPlan.of(args, schedule)
     spread = Spread.of(args)
+    need = need_of(needs.run, spread.launch, spread.placement, args.base_micro_batch_size)
+    device = spread.placement.base_model
+    free = free_bytes(device) / sharing(device, spread.comm.local_world_size)
     where = str(spread.placement) if trainer.comm.is_alone else f"{spread.launch}, rank 0 on {spread.placement.encoder}"
 
     lines = [
@@ -33,9 +38,9 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
         ("gradient items per epoch", f"{len(schedule)} of up to {args.train_batch_size} rows"),
         ("optimizer steps per seed", f"{steps.total_steps} in {steps.num_epochs} epochs"),
         ("seeds", f"up to {args.max_seeds}, from {args.first_seed}"),
-        *needs.lines(),
-        ("memory: gradients that are kept, at most", gib(_for_store(needs, spread, args))),
-        ("memory needed / free", f"{gib(needs.need.peak)} / {gib(free_bytes(spread.placement.encoder))}"),
+        *needs.lines(need),
+        ("memory: gradients that are kept, at most", gib(_for_store(args, free, need.peak, device))),
+        ("memory needed, with the longest rows / free", f"{gib(need.peak)} / {gib(free)}"),
         ("placement", where),
         ("results", str(trainer.experiment_dir or args.output_dir or "a temporary directory")),
     ]
@@ -43,13 +48,11 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
     return "\n".join(["The plan (nothing was trained):", *(f"  {name:<{width}}  {value}" for name, value in lines)])
 
 
-def _for_store(needs: Forecast, spread: Spread, args: TrainingArguments) -> int:
+def _for_store(args: TrainingArguments, free: float, coming: int, device: torch.device) -> int:
     """Before the base model is there; a run looks again when it is."""
     if args.gradient_store_gib is not None:
         return int(args.gradient_store_gib * 2**30)
-    device = spread.placement.base_model
-    need = need_of(needs.run, spread.launch, spread.placement, args.base_micro_batch_size)
-    return left_for_store(free_bytes(device) / sharing(device, spread.comm.local_world_size), need.peak, device)
+    return left_for_store(free, coming, device)
 
 
 def counts(transitions: Any) -> str:

@@ -26,6 +26,25 @@ _NAMES = {
 }  # fmt: skip
 
 
+def first_mismatch(found: Any, expected: Any, where: str) -> str | None:
+    """Where a value that was read has another form than the one that would be written now; None: nowhere.
+
+    A dict has at least the expected names, and any numbers are alike; None stands for what is not known yet.
+    """
+    if expected is None:
+        return None
+    if isinstance(expected, int | float) and not isinstance(expected, bool):
+        return None if isinstance(found, int | float) and not isinstance(found, bool) else where
+    if type(found) is not type(expected):
+        return None if found is None and not isinstance(expected, dict | list | bool) else where
+    if isinstance(expected, dict):
+        for name, value in expected.items():
+            wrong = f"{where}.{name}" if name not in found else first_mismatch(found[name], value, f"{where}.{name}")
+            if wrong is not None:
+                return wrong
+    return None
+
+
 def check_types(kind: type, values: Mapping[str, Any], prefix: str = "", *, as_flags: bool = False) -> None:
     """Every field has a value of its type, and numbers are finite; the field's help is the remedy.
 

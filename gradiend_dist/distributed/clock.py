@@ -45,7 +45,7 @@ class Clock:
             if outer is not None:
                 outer.append(span)
             if self.gpu is None:
-                self._settle()
+                self._add_up_passed()
 
     def _now(self) -> Any:
         if self.gpu is None:
@@ -56,7 +56,7 @@ class Clock:
         event.record(torch.cuda.current_stream(self.gpu))  # by default it would be that of GPU 0
         return event
 
-    def _settle(self) -> None:
+    def _add_up_passed(self) -> None:
         for what, span, inner in self._passed:
             self._seconds[what] += self._length(span) - sum(map(self._length, inner))
         self._passed.clear()
@@ -69,7 +69,7 @@ class Clock:
         return float(start.elapsed_time(stop)) / 1000.0
 
     def sections(self) -> dict[str, float]:
-        self._settle()
+        self._add_up_passed()
         return dict(self._seconds)
 
     def total(self) -> float:

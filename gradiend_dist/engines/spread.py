@@ -90,6 +90,7 @@ class Spread:
         recompute(layers)
 
     def _cut(self, base_model: nn.Module, space: ParameterSpace) -> nn.Module:
+        """All ranks call this."""
         wanted = {weight.name for weight in space.weights}
         return shard_model(base_model, self.launch.accelerator.state.fsdp_plugin, self.placement.base_model, wanted)
 

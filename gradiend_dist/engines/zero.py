@@ -153,6 +153,7 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def weights(self) -> ParamMappedGradiendModel:
+        """As of every engine: all ranks call this, since stage 3 gathers what it hands out."""
         found = ParamMappedGradiendModel(
             self.model.space,
             self.model.latent_dim,

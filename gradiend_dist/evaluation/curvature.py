@@ -45,7 +45,7 @@ LONGEST_TEXT = 128
 
 class ByCurvature:
     """`curvature` has a number for each entry of the vectors, in which `weights` are; with `comm` each rank has its
-    part of all three, and all ranks make this and call `fit`."""
+    slices of all three, and all ranks make this and call `fit`."""
 
     def __init__(self, curvature: Tensor, weights: Sequence[Weight], comm: Comm | None = None) -> None:
         self.curvature, self.comm = curvature, comm or Comm()
@@ -101,7 +101,10 @@ def curvature_items(session: Session, config: TextPredictionConfig) -> list[Item
 
 
 def mean_squares(base: BaseGradients, items: Sequence[Item]) -> Tensor:
-    """Mean over the items of the squared gradient, of this rank's part; one more vector of its length for a moment."""
+    """Mean over the items of the squared gradient, of this rank's slices; one more vector of its length for a moment.
+
+    All ranks of `base` call this.
+    """
     total, gradient = base.empty().zero_(), {"factual": base.empty()}
     for item in items:
         base.compute(item, ["factual"], out=gradient)
@@ -110,7 +113,7 @@ def mean_squares(base: BaseGradients, items: Sequence[Item]) -> Tensor:
 
 
 def curvature_of(session: Session, config: TextPredictionConfig, space: ParameterSpace) -> tuple[Tensor, list[Slices]]:
-    """The curvature over a space and what each rank has of it: its shards' part, or all of it.
+    """The curvature over a space and what each rank has of it: its shards' entries, or all of it.
 
     A base model that is whole on every rank is asked by every rank for itself: a few texts, without a word exchanged
     and the same bits as in one process.

@@ -101,7 +101,10 @@ def require_columns(name: str, frame: pd.DataFrame | None, columns: Sequence[str
 
 
 class ModelScores:
-    """The rows, words and texts that a model is scored on."""
+    """The rows, words and texts that a model is scored on.
+
+    Over a sharded base model all ranks score together; else each process scores its own points by itself.
+    """
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ WEIGHED_TOGETHER = 2**20
 
 @dataclass(frozen=True)
 class Encoder:
-    """What turns gradients into encodings: a whole model, or this rank's part of one."""
+    """What turns gradients into encodings: a whole model, or this rank's slices of one."""
 
     model: GradiendModel
     comm: Comm
@@ -42,7 +42,7 @@ class Encoder:
         return cls(model, session.comm, session.args.eval_batch_size)
 
     def products(self, vector: Tensor) -> Tensor:
-        """This part's share of We.x [m], in float64."""
+        """What these slices add to We.x [m], in float64."""
         weight = self.model.encoder_weight
         return weigh(weight, vector.to(weight.device))
 
@@ -55,7 +55,10 @@ class Encoder:
 
 
 class EncoderEvaluation:
-    """The rows of one split, ready to be encoded again and again while their gradients stay what they are."""
+    """The rows of one split, ready to be encoded again and again while their gradients stay what they are.
+
+    All ranks make it and call its methods.
+    """
 
     def __init__(
         self,
@@ -156,8 +159,8 @@ def encode_items(
 ) -> npt.NDArray[np.float64]:
     """Encodings [items, m] of one-row items; they stay on the device until the last one, one wait for all.
 
-    A whole model on several ranks: each rank encodes some of the items. A part on each rank: all ranks compute some of
-    the gradients, and everyone weighs its part of all of them.
+    A whole model on several ranks: each rank encodes some of the items. Slices on each rank: all ranks compute some of
+    the gradients, and everyone weighs its slices of all of them.
     """
     comm, is_whole = encoder.comm, encoder.model.slices.is_whole
     mine = items[comm.rank :: comm.world_size] if is_whole else items

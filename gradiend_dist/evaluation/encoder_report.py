@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderReport:
-    """The evaluation of one trained model; see `TextPredictionTrainer.evaluate_encoder`."""
+    """The evaluation of one trained model; see `TextPredictionTrainer.evaluate_encoder`.
+
+    All ranks make it and call its methods.
+    """
 
     def __init__(
         self, session: Session, model: ModelWithGradiend, *, split: str, max_size: int | None, neutral: bool,

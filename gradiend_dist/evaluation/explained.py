@@ -62,7 +62,7 @@ class HeldOut:
         return Sketch(len(self.items), base.slices, self.comm, base.device)
 
     def _squared_error(self, model: GradiendModel, vectors: dict[str, Tensor], label: Tensor) -> Tensor:
-        """This rank's part of |y' - y|^2; the latent is everyone's."""
+        """What this rank's slices add to |y' - y|^2; the latent is everyone's."""
         target = self._own(model, vectors[self.target]).to(model.device_decoder)
         if self.source is None:
             latent = label.reshape(1, 1).to(target)

@@ -58,8 +58,8 @@ class TextLosses:
     tokens: npt.NDArray[np.float64]
 
     @staticmethod
-    def joined(parts: Sequence[TextLosses]) -> TextLosses:
-        return TextLosses(*(np.concatenate([vars(part)[name] for part in parts]) for name in ("losses", "tokens")))
+    def joined(groups: Sequence[TextLosses]) -> TextLosses:
+        return TextLosses(*(np.concatenate([vars(group)[name] for group in groups]) for name in ("losses", "tokens")))
 
     def first(self, count: int) -> TextLosses:
         return TextLosses(self.losses[:count], self.tokens[:count])
@@ -111,21 +111,21 @@ class TextScores:
         early = [(number, cloze) for number, cloze in found if number % count % 5 == 0]
         late = [(number, cloze) for number, cloze in found if number % count % 5 != 0]
         parts = [early, late] if by_search and early and late else [found]
-        self._parts = [_Part.of(asker, questions, count) for questions in parts]
+        self._groups = [_TextGroup.of(asker, questions, count) for questions in parts]
 
     def measure(self, base: TextLosses | None = None, limit: float | None = None) -> TextScore:
         """Of the model as it is now, against the base; one that a fifth of the texts show to be far above `limit` is
         not asked for the others. Over a sharded model all ranks call this."""
-        found: list[tuple[_Part, Answers]] = []
-        for part in self._parts:
-            found.append((part, self.asker.ask(part.questions, predict=self.is_masked)))
-            losses = TextLosses.joined([part.losses(answers) for part, answers in found])
+        found: list[tuple[_TextGroup, Answers]] = []
+        for group in self._groups:
+            found.append((group, self.asker.ask(group.questions, predict=self.is_masked)))
+            losses = TextLosses.joined([group.losses(answers) for group, answers in found])
             harm = None if base is None else losses.harm_against(base.first(len(losses.losses)))
-            more_follow = len(found) < len(self._parts)
+            more_follow = len(found) < len(self._groups)
             if more_follow and harm is not None and limit is not None and harm.is_above(limit):
                 return TextScore(losses, harm, None)
-        labels = np.concatenate([part.questions.labels[part.is_first] for part, _ in found])
-        predicted = [answers.predicted[part.is_first] for part, answers in found] if self.is_masked else []
+        labels = np.concatenate([group.questions.labels[group.is_first] for group, _ in found])
+        predicted = [answers.predicted[group.is_first] for group, answers in found] if self.is_masked else []
         if self.is_masked:
             lms = masked_score(self.asker.session.tokenizer, labels, np.concatenate(predicted))
         else:
@@ -142,7 +142,7 @@ class TextScore:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TextGroup:
     questions: Questions
     text_of: npt.NDArray[np.int64]
     """Of each question: readings of one text count together."""
@@ -150,11 +150,11 @@ class _Part:
     """Of each wanted token: is it of the first reading, which the score of the reference is about?"""
 
     @staticmethod
-    def of(asker: Asker, questions: Sequence[tuple[int, Cloze]], num_texts: int) -> _Part:
+    def of(asker: Asker, questions: Sequence[tuple[int, Cloze]], num_texts: int) -> _TextGroup:
         numbers = np.array([number for number, _ in questions])
         lengths = [len(cloze.labels) for _, cloze in questions]
         texts = numbers % num_texts
-        return _Part(
+        return _TextGroup(
             asker.questions([cloze for _, cloze in questions]),
             texts - texts.min(),
             np.repeat(numbers < num_texts, lengths),

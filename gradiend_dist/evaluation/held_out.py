@@ -36,11 +36,7 @@ def add_held_out(
     name: Callable[[Place], str],
 ) -> dict[str, list[str]]:
     """Add the harm on other texts to what was chosen; returns sentences that all models complete. All ranks call it."""
-    chosen = {
-        metric: Step(entry["learning_rate"], entry["feature_factor"], entry["part"], entry["scaling"])
-        for metric, entry in summary.items()
-        if entry["learning_rate"] != 0.0
-    }
+    chosen = {metric: Step.of_entry(entry) for metric, entry in summary.items() if entry["learning_rate"] != 0.0}
     asker, asked = scores.asker, sentences(scores.rows, scores.session.data.target_classes)
     texts = {kind: found for kind, found in given.items() if found is not None and found.texts}
     measures = {kind: TextScores(asker, found, by_search=True) for kind, found in texts.items()}

@@ -199,7 +199,7 @@ def from_file(entry: Entry) -> Entry:
 
 
 def point_id(place: Place) -> Any:
-    return BASE if place is None else {"feature_factor": place.feature_factor, "learning_rate": place.learning_rate}
+    return BASE if place is None else place.point
 
 
 def grid_key(place: Place) -> Any:

@@ -10,10 +10,9 @@ from typing import Any
 import pandas as pd
 
 from gradiend_dist.config.checks import require, require_choice
-from gradiend_dist.config.choices import PARTS
 from gradiend_dist.evaluation.search import MAX_HARM
 from gradiend_dist.evaluation.selection import Extractor, SelectionPolicy, extract_candidates
-from gradiend_dist.rewriting.step import SCALINGS
+from gradiend_dist.rewriting.step import SCALINGS, VECTORS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class DecoderRequest:
 
     def __post_init__(self) -> None:
         require_choice("scaling", self.scaling or "plain", SCALINGS)
-        require_choice("part", self.part, ("decoder", *PARTS))
+        require_choice("part", self.part, VECTORS)
         require(self.max_harm > 0.0, f"max_harm={self.max_harm} must be positive: pass e.g. 0.01 for 1 %.")
         require(
             self.feature_factors is None or len(self.feature_factors) > 0,

@@ -113,9 +113,7 @@ def chosen_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, Any
 
 def _selected_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, Any], metric: str) -> Target:
     chosen = results[metric]
-    step = Step(
-        chosen["learning_rate"], chosen["feature_factor"], chosen.get("part", "decoder"), chosen.get("scaling", "plain")
-    )
+    step = Step.of_entry(chosen)
     for argument, value, known in (("part", asked.part, step.part), ("scaling", asked.scaling, step.scaling)):
         require(
             value in (None, known),
@@ -131,6 +129,7 @@ def _selected_target(run: TrainedRun, asked: RewriteRequest, results: dict[str, 
 
 
 def _given_step(run: TrainedRun, asked: RewriteRequest) -> Step:
+    """All ranks call this."""
     rate, factor, part, scaling = asked.learning_rate, asked.feature_factor, asked.part or "decoder", asked.scaling
     assert rate is not None
     if part != "decoder":
@@ -236,7 +235,7 @@ def _in_memory(model: ModelWithGradiend) -> tuple[ModelWithGradiend, Vectors]:
 
 
 def _from_files(run: TrainedRun, saved_at: Path, dtype: str | None = None) -> tuple[ModelWithGradiend, Vectors]:
-    """The base model as it is on disk, or in `dtype`, under the trained model."""
+    """The base model as it is on disk, or in `dtype`, under the trained model. Rank 0 alone."""
     gradiend, vectors = _whole_vectors(run, saved_at)
     base_model, tokenizer = load_base_model(
         run.base_model_name, torch_dtype=dtype or "auto", trust_remote_code=run.args.trust_remote_code
@@ -251,7 +250,7 @@ def _scaling_of(target: Target, curvature: Tensor | None, weights: Sequence[Weig
 
 
 def _whole_vectors(run: TrainedRun, saved_at: Path) -> tuple[ParamMappedGradiendModel, Vectors]:
-    """From the model in memory where it is whole; else read from its file as they are wanted."""
+    """From the model in memory where it is whole; else read from its file as they are wanted. Rank 0 alone."""
     loaded = run.loaded_model
     if loaded is not None and loaded.gradiend.slices.is_whole:
         return loaded.gradiend, VectorsInMemory(loaded.gradiend)
@@ -263,6 +262,7 @@ def _whole_vectors(run: TrainedRun, saved_at: Path) -> tuple[ParamMappedGradiend
 
 
 def _changed_in_memory(run: TrainedRun, target: Target, dtype: str | None) -> nn.Module:
+    """All ranks call this: each changes a copy of its own."""
     session, model = run.session, run.get_model()
     if session.spread.shards:
         raise UserError("The base model is in shards, and no rank has all of it: save the model, and pass output_dir.")

@@ -145,8 +145,7 @@ class ClassSearches:
         entry = self.scored[step]
         found |= {
             "value": best.value,
-            "feature_factor": step.feature_factor,
-            "learning_rate": step.learning_rate,
+            **step.point,
             "id": entry["id"],
             "lms": float(entry["lms"]["lms"]),
             "harm": best.harm,
@@ -166,10 +165,8 @@ class ClassSearches:
         return found
 
     def _shown(self, way: SearchDirection, trial: Trial) -> dict[str, Any]:
-        step = self._step(way, trial.change)
         return {
-            "feature_factor": step.feature_factor,
-            "learning_rate": step.learning_rate,
+            **self._step(way, trial.change).point,
             "relative_change": trial.change,
             "harm": trial.harm,
             "harm_error": trial.error,

@@ -14,7 +14,11 @@ from gradiend_dist.session import Session
 
 
 class TrainedRun(Protocol):
-    """A trainer is one."""
+    """A trainer is one.
+
+    All ranks ask for `comm`, `session`, `get_model`, `saved_at` and `strengthening_factors` together; the rest needs no
+    other rank.
+    """
 
     args: TrainingArguments
     config: TextPredictionConfig

@@ -90,6 +90,11 @@ class BaseGradients:
         """Entries of the rank that has most: what all ranks count with, so that they decide alike."""
         return max(slices.size for slices in self.slices_by_rank)
 
+    @property
+    def bytes_per_vector(self) -> int:
+        """Memory of one gradient on the rank that has most of it."""
+        return vector_bytes(self.largest_slices)
+
     def compute(self, item: Item, kinds: Sequence[str], *, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """This rank's slices of the gradients of the wanted kinds; `out` may hold vectors to overwrite.
 
@@ -209,6 +214,11 @@ class BaseGradients:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+def vector_bytes(num_entries: int) -> int:
+    """Gradients are kept in float32."""
+    return 4 * num_entries
 
 
 def plan_passes(rows: Sequence[ClozeRow], kinds: list[str]) -> Iterator[tuple[list[Pass], str | None]]:

@@ -196,7 +196,10 @@ class Buckets:
 
 
 class Reduced(Destination):
-    """Adds up over the ranks what they compute for one item, or hands round what each computes for its own."""
+    """Adds up over the ranks what they compute for one item, or hands round what each computes for its own.
+
+    All ranks make the same passes through it: a bucket travels when it is complete, at the latest at a pass's end.
+    """
 
     def __init__(self, buckets: Buckets, deliver: Deliver, device: torch.device, *, num_items: int = 1) -> None:
         self.layout, self.comm, self.deliver, self.device = buckets, buckets.comm, deliver, device

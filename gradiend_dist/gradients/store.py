@@ -110,12 +110,15 @@ class GradientStore:
 
 
 class GradientSource:
-    """Gradients of items: from the store where they are, computed and kept where they will be wanted again."""
+    """Gradients of items: from the store where they are, computed and kept where they will be wanted again.
+
+    All ranks that compute together call every method, with the same items.
+    """
 
     def __init__(self, base: BaseGradients, store: GradientStore) -> None:
         self.base = base
         self.store = store
-        self.store.bytes_per_vector = 4 * base.largest_slices
+        self.store.bytes_per_vector = base.bytes_per_vector
         self._scratch: dict[str, Tensor] = {}
 
     def get(self, item: Item, kinds: Sequence[str], *, keep: bool) -> dict[str, Tensor]:
@@ -128,7 +131,7 @@ class GradientSource:
             self.store.hits += 1
             return {kind: vector.to(self.base.device) for kind, vector in found.items() if vector is not None}
         self.store.misses += 1
-        size = 4 * self.base.largest_slices * len(missing)
+        size = self.base.bytes_per_vector * len(missing)
         keep = (keep and self.store.has_room(size)) or self.store.directory is not None
         out = {kind: self.base.empty() for kind in missing} if keep else self._reusable(missing)
         computed = self.base.compute(item, missing, out=out)
@@ -142,7 +145,7 @@ class GradientSource:
         missing = sum(not self.store.in_memory(item.key, kind) for item in items)
         if self.store.directory is not None:
             return True
-        return missing == 0 or (will_keep and self.store.has_room(4 * self.base.largest_slices * missing))
+        return missing == 0 or (will_keep and self.store.has_room(self.base.bytes_per_vector * missing))
 
     def has(self, item: Item, kinds: Sequence[str]) -> bool:
         """Are these kept, on every rank? Files are not read for that: a damaged one shows when it is wanted."""
@@ -158,7 +161,7 @@ class GradientSource:
         if not self.base.in_rounds:
             return
         missing = [item for item in items if not self.has(item, kinds)]
-        size = 4 * self.base.largest_slices * len(kinds)
+        size = self.base.bytes_per_vector * len(kinds)
         for together in self._rounds(missing):
             if not self.store.has_room(size * len(together)) and self.store.directory is None:
                 return

@@ -105,7 +105,7 @@ def load_base_model(
 def _read(
     path: str, config: Any, tokenizer: Any, cut: Cut | None, device: torch.device | None, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, and what transformers says about its loading."""
+    """The model, and what transformers says about its loading. With `cut`, all ranks call this."""
     if cut is not None:
         skeleton = skeleton_of(config, path, tokenizer, trust_remote_code=options["trust_remote_code"])
         if reads_by_rows(skeleton):

@@ -231,7 +231,7 @@ class GradiendModel(nn.Module):
 
 
 class ParamMappedGradiendModel(GradiendModel):
-    """A GRADIEND model whose entries are named: it knows its parameter space."""
+    """A GRADIEND model whose entries are named: it knows its parameter space. No method communicates."""
 
     def __init__(self, space: ParameterSpace, latent_dim: int = 1, **options: Any) -> None:
         super().__init__(space.size, latent_dim, **options)

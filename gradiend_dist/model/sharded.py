@@ -35,7 +35,7 @@ def load_in_shards(skeleton: nn.Module, path: str, config: Any, cut: Cut, **opti
 
 
 def _cut_before_loading(model_class: type, cut: Cut) -> type:
-    """The same class, but for what it does between the making of a model and its loading."""
+    """The same class, but for what it does between the making of a model and its loading. All ranks make it."""
 
     def maybe_distribute_model(_class: type, model: nn.Module, *_plans: Any) -> nn.Module:
         model.tie_weights()  # type: ignore[operator]  # FSDP gathers a weight once that two modules share
@@ -56,7 +56,7 @@ def _cut_before_loading(model_class: type, cut: Cut) -> type:
 
 
 def reads_by_rows(skeleton: Any) -> bool:
-    """Is a rank's part of each weight made of rows of what the files hold? Not where they are to be rearranged first.
+    """Is a rank's shard of each weight made of rows of what the files hold? Not where they are to be rearranged first.
 
     What may come first is the stacking of experts, of which each rank then takes some.
     """

@@ -29,7 +29,7 @@ MANTISSA_BITS = 24
 
 @torch.no_grad()
 def draw_start(model: GradiendModel, seed: int) -> None:
-    """Uniform weights and biases in (-1 / sqrt(n), 1 / sqrt(n)), the reference's distribution; of a part its entries.
+    """Uniform weights and biases in (-1 / sqrt(n), 1 / sqrt(n)), the reference's distribution; of slices their entries.
 
     No communication.
     """

@@ -9,8 +9,9 @@ from gradiend_dist.evaluation.balance import BALANCE
 from gradiend_dist.report import charts
 from gradiend_dist.report.charts import Point, Series
 from gradiend_dist.report.elements import escape, exact, missing, or_dash, shorten, signed, table
-from gradiend_dist.report.records import Run, mapping, mappings, number, numbers, read_mapping
+from gradiend_dist.report.records import Run, mapping, mappings, number, numbers
 from gradiend_dist.storage.layout import GRID_CACHE
+from gradiend_dist.storage.records import find_record
 
 LOOKS = (charts.POSITIVE, charts.NEGATIVE, charts.NEUTRAL)
 
@@ -20,7 +21,7 @@ LEAST_HARM = 0.01
 
 def rewriting(run: Run) -> str:
     """What the rewritten base model says: over the harm that is done, or at each point of a grid."""
-    found = read_mapping(run.directory / GRID_CACHE) if run.finished else {}
+    found = find_record(run.directory / GRID_CACHE) if run.finished else {}
     searched = {name: entry for name, entry in mapping(found.get("selected")).items() if mapping(entry).get("trials")}
     if searched:
         return _by_harm(searched, mapping(found.get("completions")))

@@ -21,7 +21,6 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.report import charts
 from gradiend_dist.report.charts import Point, Strip
 from gradiend_dist.report.elements import short, whole_percent
-from gradiend_dist.storage.files import read_json
 from gradiend_dist.storage.layout import (
     METRICS,
     MODEL_CONFIG,
@@ -34,6 +33,7 @@ from gradiend_dist.storage.layout import (
     STATS,
     TRAINING,
 )
+from gradiend_dist.storage.records import find_record, find_training
 
 
 @dataclass
@@ -188,7 +188,7 @@ def read_run(directory: Path) -> Run:
     require(directory.is_dir(), f"RUN_DIR={directory} is no directory: pass the experiment_dir of a run.")
     config, made_by = read_config(directory / RUN_CONFIG)
     rows = [row for path in _metrics_files(directory) for row in read_rows(path)]
-    stats, report = read_mapping(directory / STATS), read_mapping(directory / SEEDS_DIR / SEED_REPORT)
+    stats, report = find_record(directory / STATS), find_record(directory / SEEDS_DIR / SEED_REPORT)
     goes_on = _goes_on(rows)
     if goes_on:  # what an earlier run has left here is not about this one: only seeds count that have rows, and an end
         stats, report = {}, {}
@@ -279,17 +279,10 @@ def read_records(directory: Path, stats: Mapping[str, Any]) -> dict[int, Mapping
     of_seeds = (directory / SEEDS_DIR).glob(SEED_DIR.format(seed="*"))
     for path in [directory / MODEL_DIR, *of_seeds] if not records else ():
         found = re.fullmatch(rf"{MODEL_DIR}|{SEED_DIR.format(seed='([0-9]+)')}", path.name)
-        record = read_mapping(path / TRAINING) if found else {}
+        record = find_training(path) if found else {}
         if found and record:
             records[int(found[1] or number(record.get("seed")) or 0)] = record
     return records
-
-
-def read_mapping(path: Path) -> Mapping[str, Any]:
-    """A JSON file, if it is there."""
-    found = read_json(path) if path.is_file() else {}
-    require(isinstance(found, dict), f"{path} holds no JSON object: it is damaged or no file of ours.")
-    return mapping(found)
 
 
 def _from_rows(seed: int, rows: Sequence[Mapping[str, Any]]) -> Seed:
@@ -336,7 +329,7 @@ def _why_not(seed: Seed) -> str:
 def read_weights(path: Path) -> list[Weight]:
     """The weights that the model was made over, with how many entries of each were kept."""
     found = []
-    for entry in mappings(mapping(read_mapping(path).get("mapping")).get("param_map")):
+    for entry in mappings(mapping(find_record(path).get("mapping")).get("param_map")):
         shape, kept = entry.get("shape"), number(entry.get("num_selected"))
         sizes = [number(size) for size in shape] if isinstance(shape, list) else [None]
         if kept is not None and None not in sizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from gradiend_dist.config.choices import PARTS
 from gradiend_dist.errors import UserError
 
 SCALINGS = ("plain", "tensor", "curvature")
+
+# What a step may go along: the decoder's answer to a feature factor, or one of the model's other vectors.
+VECTORS = ("decoder", *PARTS)
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,28 @@ class Step:
 
     def __post_init__(self) -> None:
         require_choice("scaling", self.scaling, SCALINGS)
-        require_choice("part", self.part, ("decoder", *PARTS))
+        require_choice("part", self.part, VECTORS)
         if isinstance(self.feature_factor, Sequence):
             object.__setattr__(self, "feature_factor", tuple(self.feature_factor))
         factors = self.feature_factor if isinstance(self.feature_factor, tuple) else (self.feature_factor,)
         for name, values in (("learning_rate", (self.learning_rate,)), ("feature_factor", factors)):
             for value in values:
                 require(math.isfinite(value), f"{name}={value} is no finite number: pass one, e.g. 0.1.")
+
+    @classmethod
+    def of_entry(cls, entry: Mapping[str, Any]) -> Step:
+        """The step that an entry of decoder results is about; the reference's name no part and no scaling."""
+        return cls(
+            entry["learning_rate"],
+            entry["feature_factor"],
+            entry.get("part", "decoder"),
+            entry.get("scaling", "plain"),
+        )
+
+    @property
+    def point(self) -> dict[str, Any]:
+        """How decoder results name it, given part and scaling."""
+        return {"feature_factor": self.feature_factor, "learning_rate": self.learning_rate}
 
     @property
     def direction(self) -> Step:

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.model.gradiend import GradiendModel
-from gradiend_dist.storage.files import read_object
-from gradiend_dist.storage.layout import TRAINING, WEIGHTS
+from gradiend_dist.storage.layout import WEIGHTS
 from gradiend_dist.storage.model_dir import is_model_directory
+from gradiend_dist.storage.records import find_training
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def reusable(path: Path, wanted: dict[str, Any], use_cache: bool | str, *, of_on
         return False
     if use_cache == "always":
         return True
-    record = read_object(path / TRAINING) if (path / TRAINING).exists() else {}
+    record = find_training(path)
     ignored = WITHOUT_EFFECT_ON_A_SEED if of_one_seed else ()
     found = {**NOT_RECORDED, **record.get("cache_fingerprint", {})}
     changed = [name for name in wanted if name not in ignored and found.get(name) != _as_json(wanted[name])]

@@ -41,6 +41,7 @@ from gradiend_dist.storage.files import (
     write_json,
 )
 from gradiend_dist.storage.layout import CONTEXT, INDICES, MASKS, MODEL_CONFIG, TOKENIZER, TRAINING, WEIGHTS
+from gradiend_dist.storage.records import find_training
 from gradiend_dist.storage.visibility import everyone_sees
 from gradiend_dist.storage.weight_file import read_weights, write_weights
 
@@ -212,10 +213,9 @@ def read_context(path: Path) -> dict[str, Any]:
     context: dict[str, Any] = {"source": "factual", "target": "diff"}
     if (path / CONTEXT).exists():
         context = read_object(path / CONTEXT)
-    if (path / TRAINING).exists():
-        trained = read_object(path / TRAINING).get("training_args")
-        if isinstance(trained, dict) and "source" in trained:
-            context["source"] = trained["source"]
+    trained = find_training(path).get("training_args")
+    if isinstance(trained, dict) and "source" in trained:
+        context["source"] = trained["source"]
     directions = context.get("feature_class_encoding_direction", {})
     signs = directions.values() if isinstance(directions, dict) else [None]
     kinds = (context.get("source"), context.get("target"))

@@ -40,7 +40,7 @@ UNREADABLE = (
 
 
 class CutTensor(torch.Tensor):
-    """This rank's part of a vector (or matrix, along its first dimension), as torch.distributed.checkpoint reads it."""
+    """This rank's slices of a vector (or of a matrix's rows), as torch.distributed.checkpoint reads it."""
 
     slices: Slices
 

@@ -21,7 +21,7 @@ class Checkpoints:
         self.by_loss = chooses_by_loss(args)
 
     def save(self, run: SeedRun, path: Path) -> None:
-        """All ranks call this: each writes its part of the weights."""
+        """All ranks call this: each writes its slices of the weights."""
         with self.clock.spending("save"):
             model = run.model.over(run.engine.weights())
             record = run.record(self.args, self.clock)

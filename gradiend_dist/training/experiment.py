@@ -40,7 +40,7 @@ class ExperimentPaths:
 
     @property
     def comm(self) -> Comm:
-        """The ranks that were launched; a single process is one of one. The first use joins them."""
+        """The ranks that were launched; a single process is one of one. The first use joins them: that of all ranks."""
         return launched(float(self.args.ddp_timeout)).comm
 
     @property
@@ -170,6 +170,7 @@ class ModelOfExperiment(Experiment):
         return self._trained
 
     def _find_model(self) -> ModelWithGradiend:
+        """All ranks call this."""
         if isinstance(self.model, ModelWithGradiend) and not self._has_trained:
             return self.model
         for path in (self.model_path, self.model):
@@ -218,7 +219,7 @@ class ModelOfExperiment(Experiment):
 def joined_arguments(
     args: TrainingArguments, config: TextPredictionConfig
 ) -> tuple[TrainingArguments, TextPredictionConfig]:
-    """Arguments that are documented in both places become one."""
+    """Arguments that are documented in both places become one; what has them already is not made again."""
     joined = {}
     for name, default in (
         ("class_merge_map", None),
@@ -231,5 +232,8 @@ def joined_arguments(
             f"{name} is {ours!r} in TrainingArguments and {theirs!r} in the configuration: pass it once.",
         )
         joined[name] = theirs if ours == default else ours
-    args = dataclasses.replace(args, mask_placeholder=joined["mask_placeholder"])
-    return args, dataclasses.replace(config, **joined)
+    if args.mask_placeholder != joined["mask_placeholder"]:
+        args = dataclasses.replace(args, mask_placeholder=joined["mask_placeholder"])
+    if any(getattr(config, name) != value for name, value in joined.items()):
+        config = dataclasses.replace(config, **joined)
+    return args, config

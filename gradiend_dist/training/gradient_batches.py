@@ -10,6 +10,7 @@ from gradiend_dist.distributed.clock import Clock
 from gradiend_dist.engines.base import GradiendBatch
 from gradiend_dist.evaluation.encoder import EncoderEvaluation
 from gradiend_dist.evaluation.explained import HeldOut
+from gradiend_dist.gradients.base import vector_bytes
 from gradiend_dist.gradients.items import Item, ItemRows
 from gradiend_dist.gradients.store import GradientSource
 from gradiend_dist.training.history import StepPlan
@@ -111,8 +112,8 @@ def vectors_of_training(args: TrainingArguments, plan: StepPlan) -> int:
 
 
 def gradients_fit(num_vectors: int, largest_slice: int, budget_bytes: int) -> bool:
-    """Can so many gradients be kept, in float32, by the rank that has most entries of each?"""
-    return 4 * largest_slice * num_vectors <= budget_bytes
+    """Can so many gradients be kept by the rank that has most entries of each?"""
+    return vector_bytes(largest_slice) * num_vectors <= budget_bytes
 
 
 def _stack(vectors: list[Tensor | None]) -> Tensor | None:

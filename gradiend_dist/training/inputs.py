@@ -161,7 +161,7 @@ class TrainingInputs:
     def _store_kept_entries(
         self, wide: GradientSource, items: Sequence[Item], space: ParameterSpace, keep: Tensor
     ) -> None:
-        """Put what a pruned space keeps of these gradients into its store, each rank its part."""
+        """Put what a pruned space keeps of these gradients into its store, each rank its slices."""
         narrow, own = self.session.gradients(space), wide.base.slices.local(keep).to(wide.base.device)
         before, after = [slices.after(keep) for slices in wide.base.slices_by_rank], narrow.base.slices_by_rank
         for item in items:

@@ -28,25 +28,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def first_mismatch(found: Any, expected: Any, where: str) -> str | None:
-    """Where a value that was read has another form than the one that would be written now; None: nowhere.
-
-    A dict has at least the expected names, and any numbers are alike; None stands for what is not known yet.
-    """
-    if expected is None:
-        return None
-    if isinstance(expected, int | float) and not isinstance(expected, bool):
-        return None if isinstance(found, int | float) and not isinstance(found, bool) else where
-    if type(found) is not type(expected):
-        return None if found is None and not isinstance(expected, dict | list | bool) else where
-    if isinstance(expected, dict):
-        for name, value in expected.items():
-            wrong = f"{where}.{name}" if name not in found else first_mismatch(found[name], value, f"{where}.{name}")
-            if wrong is not None:
-                return wrong
-    return None
-
-
 def as_plain(value: Any) -> Any:
     """What a user's evaluation returns, as plain values: numbers of numpy and torch become Python's."""
     if isinstance(value, dict):

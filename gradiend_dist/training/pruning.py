@@ -103,7 +103,7 @@ def keep_largest(
 
 
 def post_prune(model: ModelWithGradiend, config: PostPruneConfig, comm: Comm) -> None:
-    """Shrink a trained model, or this rank's part of it, to its most important weights. All ranks call this."""
+    """Shrink a trained model, or this rank's slices of it, to its most important weights. All ranks call this."""
     before, gradiend = len(model), model.gradiend
     keep = select_over_ranks(
         comm,
@@ -127,10 +127,10 @@ def select_over_ranks(
     topk: int | float | None = None,
     in_float32: bool = False,
 ) -> Tensor:
-    """`select_entries_to_keep` where each rank knows the importance of its part; the result is the same on all ranks.
+    """`select_entries_to_keep` where each rank knows the importance of its slices; the result is the same on all ranks.
 
     The k-th largest value is found digit by digit from counts of what every rank has: a few thousand numbers travel,
-    whatever n is, and the result is exact. Besides the result there is memory for a piece of the part at a time.
+    whatever n is, and the result is exact. Besides the result there is memory for a piece of the slices at a time.
     All ranks call this, unless the slices are whole.
     """
     check_topk("topk", topk)
@@ -149,7 +149,7 @@ def select_over_ranks(
             f"Pruning with threshold={threshold} keeps nothing, the largest importance is {largest:.3g}: lower it, or "
             "widen the mask."
         )
-    # Parts one behind the other are in order already.
+    # Slices one behind the other are in order already.
     return keep if bool((keep[1:] > keep[:-1]).all()) else keep.sort().values
 
 
@@ -160,13 +160,13 @@ class Candidates:
     slices: Slices
     importance: Tensor
     mask: Tensor | None
-    """Of the part."""
+    """Of the slices."""
     threshold: float | None
     last: tuple[int, int] | None = None
     """Key of the least important ones that are kept, and the last position of those."""
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(places in the part, keys: the smaller, the more important) of one piece after the other."""
+        """(places in the slices, keys: the smaller, the more important) of one piece after the other."""
         for start in range(0, len(self.importance), PIECE):
             values = self.importance[start : start + PIECE]
             places = torch.arange(start, start + len(values), device=values.device)
@@ -215,7 +215,7 @@ def _leave_the_largest(comm: Comm, candidates: Candidates, k: int) -> None:
 
 
 def top_over_ranks(comm: Comm, model: ParamMappedGradiendModel, part: str, topk: int) -> list[int]:
-    """Base-global positions of the most important entries, most important first, where each rank has its part.
+    """Base-global positions of the most important entries, most important first, where each rank has its slices.
 
     All ranks call this.
     """

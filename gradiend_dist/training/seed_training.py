@@ -16,9 +16,9 @@ from gradiend_dist.config.checks import require
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.distributed.peers import PeerLost
 from gradiend_dist.evaluation.encoder import Encoder, EncoderEvaluation
-from gradiend_dist.storage.files import read_object
 from gradiend_dist.storage.fingerprint import reusable
 from gradiend_dist.storage.layout import SEED_REPORT
+from gradiend_dist.storage.records import read_seed_report, read_training
 from gradiend_dist.storage.sums import file_sum
 from gradiend_dist.tracking.tracking import Tracking
 from gradiend_dist.training import promotion, seeds
@@ -143,7 +143,7 @@ class SeedTraining:
             results = []
             for entry in self._own_report()["runs"]:
                 path = self.places.seed(entry["seed"], self.args)
-                record = seeds.read_record(path)
+                record = read_training(path)
                 verdict = seeds.judge(record, self.args, among_seeds=True)
                 correlation = entry["eval_correlation"]
                 results.append(SeedResult(entry["seed"], path, record, entry["trained"], verdict, correlation))
@@ -160,7 +160,7 @@ class SeedTraining:
 
     def _own_report(self) -> dict[str, Any]:
         """Rank 0 alone: the report on the seeds, as this run has written it."""
-        report = read_object(self._report_path)
+        report = read_seed_report(self.places.seeds)
         require(
             file_sum(self._report_path) == self.keeper.run.promoted,
             f"{self._report_path} is damaged: pass --resume false to start anew.",
@@ -197,7 +197,7 @@ class SeedTraining:
         path, several = self.places.seed(seed, self.args), self.args.max_seeds > 1
         trained = record is not None
         if record is None:
-            record = self.comm.first(f"reading {path}", lambda: seeds.read_record(path))
+            record = self.comm.first(f"reading {path}", lambda: read_training(path))
         result = SeedResult(seed, path, record, trained, seeds.judge(record, self.args, among_seeds=several))
         if several and self.args.evaluates and seeds.wants_selection_evaluation(result, earlier, self.args):
             result.eval_correlation = self._selection_correlation(result)

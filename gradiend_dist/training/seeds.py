@@ -14,9 +14,6 @@ from typing import Any
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.distributed.messages import sendable
 from gradiend_dist.errors import UserError
-from gradiend_dist.storage.files import read_object
-from gradiend_dist.storage.layout import TRAINING
-from gradiend_dist.training.plain_values import first_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +50,6 @@ class SeedResult:
     @property
     def selection_score(self) -> float | None:
         return self.eval_correlation if self.eval_correlation is not None else self.training_score
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """What a seed's directory says about its training."""
-    record = read_object(path / TRAINING)
-    best = {"correlation": None, "global_step": None}
-    wrong = first_mismatch(record, {"training_stats": {}, "losses": [], "best_score_checkpoint": best}, TRAINING)
-    if wrong is not None:
-        raise UserError(f"{path / TRAINING} is damaged ({wrong}): remove {path} to train the seed again.")
-    return record
 
 
 def judge(record: dict[str, Any], args: TrainingArguments, *, among_seeds: bool) -> Verdict:

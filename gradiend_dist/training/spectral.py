@@ -189,7 +189,7 @@ class SpectralStart:
                 logger.warning("spectral start: %s", warning)
 
     def fill(self, model: GradiendModel, form: ClosedForm) -> dict[str, Any]:
-        """Put the closed form into a model, or into this rank's part of one; returns what training.json says of it.
+        """Put the closed form into a model, or into this rank's slices of one; returns what training.json says of it.
 
         All ranks call this.
         """

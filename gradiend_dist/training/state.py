@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from gradiend_dist.config.checks import first_mismatch
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.interrupt import Interrupt, Preempted
 from gradiend_dist.engines.base import Engine
@@ -35,7 +36,7 @@ from gradiend_dist.storage.sums import damage, directory_sums
 from gradiend_dist.storage.visibility import everyone_sees, is_shared
 from gradiend_dist.training.checkpoint_io import fault_of_tensors, load_engines, start_saving, wait_for
 from gradiend_dist.training.generators import generator_states, try_generators
-from gradiend_dist.training.plain_values import first_mismatch, read_plain, write_plain
+from gradiend_dist.training.plain_values import read_plain, write_plain
 from gradiend_dist.training.unfinished_run import UnfinishedRun
 
 logger = logging.getLogger(__name__)

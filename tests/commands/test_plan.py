@@ -27,7 +27,7 @@ from gradiend_dist.memory import (
     all_gather,
     all_reduce,
     bucket_sizes,
-    fsdp_part,
+    fsdp_slice,
     need_fsdp,
     need_placed,
     need_sliced,
@@ -107,12 +107,12 @@ def test_base_of__counts_the_weights_of_the_real_model():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_fsdp_part__is_what_rank_0_gets_of_every_weight(world_size):
+def test_fsdp_slice__is_what_rank_0_gets_of_every_weight(world_size):
     base = llama_base()
     skeleton = skeleton_of(LlamaConfig(**LLAMA), "llama", None)
     weights = ParameterSpace.of_model(skeleton).weights
     parts = [torch.empty(w.shape, device="meta").chunk(world_size)[0].numel() for w in weights]
-    assert fsdp_part(base, world_size) == sum(parts)
+    assert fsdp_slice(base, world_size) == sum(parts)
 
 
 def test_zero__is_what_was_measured():
