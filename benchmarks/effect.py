@@ -11,6 +11,9 @@ Contestants get the same base model, rows and neutral texts, each in a process o
                  vs_reference.py), then the points of its grid of strengths. "at equal harm" is the best of all these
                  points that do no more harm than is allowed, by the ruler of this table; "its own choice" is what its
                  own rule takes of the grid, at the same learning rate
+    plain, tensor
+                 the same along the decoder's vector as it is, and with the same relative change of each weight matrix;
+                 the default divides by the curvature
     steering, contrastive, swapped: see rivals.py
 
     he / she     probability of the word at the blanks of the other class, mean over rows of the test split
@@ -131,10 +134,10 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def default(contest: Contest) -> Outcome:
+def default(contest: Contest, scaling: str | None = None) -> Outcome:
     trainer = contest.trainer("default")
     trainer.train()
-    found = trainer.evaluate_decoder(split="validation", max_harm=contest.max_harm)
+    found = trainer.evaluate_decoder(split="validation", max_harm=contest.max_harm, scaling=scaling)
     base = trainer.session.base_model
     before = copied(dict(base.named_parameters()))
     chosen = {}
@@ -145,7 +148,7 @@ def default(contest: Contest) -> Outcome:
             continue
         change = WeightChange(base, difference(trainer.rewrite_base_model(found, name), before))
         chosen[name] = Chosen(what, change, 1.0, found[name]["value"])
-    return Outcome(trainer, {"default": chosen}, facts_of(trainer))
+    return Outcome(trainer, {scaling or "default": chosen}, facts_of(trainer))
 
 
 def facts_of(trainer: TextPredictionTrainer) -> dict[str, Any]:
@@ -233,11 +236,17 @@ def rival(name: str) -> Callable[[Contest], Outcome]:
 
 CONTESTANTS: dict[str, Callable[[Contest], Outcome]] = {
     "default": default,
+    "plain": functools.partial(default, scaling="plain"),
+    "tensor": functools.partial(default, scaling="tensor"),
     "reference": reference,
     "contrastive": rival("contrastive"),
     "swapped": rival("swapped"),
     "steering": rival("steering"),
 }
+
+
+# Of this package: told from the default where somebody asks.
+OTHER_DIRECTIONS = ("plain", "tensor")
 
 
 def compete(method: str, contest: Contest) -> dict[str, Any]:
@@ -410,7 +419,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--causal", nargs="*", type=Path, default=[], help="directories of causal models")
     parser.add_argument("--masked", nargs="*", type=Path, default=[], help="directories of masked models")
     parser.add_argument("--corpus", type=Path, help="directory of JSON lists of sentences, for masked models")
-    parser.add_argument("--method", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    usual = [name for name in CONTESTANTS if name not in OTHER_DIRECTIONS]
+    parser.add_argument("--method", nargs="+", choices=list(CONTESTANTS), default=usual)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--max-harm", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=40, help="of a rival's fine-tuning, 32 rows each")

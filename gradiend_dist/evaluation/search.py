@@ -218,11 +218,12 @@ class StrengthSearch:
         return next(trial for trial in self.allowed if trial.value is not None and trial.value >= enough)
 
     def curve(self) -> list[tuple[float, float]]:
-        """(harm level, best value up to it), on straight lines between what was measured; not for levels that are far
-        above all that was."""
+        """(harm level, best value up to it), on straight lines between what was measured.
+
+        Above all that was measured it goes on as it is: so much is reached with less harm as well.
+        """
         points = [(0.0, self.base_value), *((trial.harm, trial.value or 0.0) for trial in self.usable)]
-        reached = max(harm for harm, _ in points)
-        return [(level, _best_up_to(level, points)) for level in self.levels if level <= 2.0 * reached]
+        return [(level, _best_up_to(level, points)) for level in self.levels]
 
 
 def _change(trial: Trial) -> float:

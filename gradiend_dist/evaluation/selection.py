@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from gradiend_dist.config.checks import require
 from gradiend_dist.errors import UserError
+from gradiend_dist.evaluation.search import is_gain
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +104,20 @@ def extract_candidates(results: Results) -> tuple[list[Candidate], BaseContext]:
     for name, entry in results.items():
         if name == BASE:
             continue
-        metrics = {str(key): float(value) for key, value in entry["probs"].items()}
-        for key, value in entry["probs_factual"].items():
-            metrics[f"{key}_factual"] = float(value)
-            metrics[f"{key}{WEAKEN}"] = 1.0 - float(value)
-        metrics |= {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
+        metrics = values_of(entry) | {
+            key: float(value) for key, value in entry.items() if isinstance(value, int | float)
+        }
         candidates.append(Candidate(entry["id"], float(entry["lms"]["lms"]), metrics))
     return candidates, BaseContext(float(results[BASE]["lms"]["lms"]))
+
+
+def values_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    """What an entry says of each class."""
+    values = {str(key): float(value) for key, value in entry["probs"].items()}
+    for key, value in entry["probs_factual"].items():
+        values[f"{key}_factual"] = float(value)
+        values[f"{key}{WEAKEN}"] = 1.0 - float(value)
+    return values
 
 
 def strengthening_factor(direction: Mapping[str, float], source: str, name: str) -> float:
@@ -161,7 +169,22 @@ def summarize(
             )
             logger.warning("%s", why)
             summary[metric]["refusal"] = why
+        else:
+            _tell_no_gain(metric, chosen, values_of(results[BASE]).get(metric))
     return summary
+
+
+def _tell_no_gain(metric: str, chosen: Candidate, before: float | None) -> None:
+    """Not refused, as a search's would be: whoever passes learning rates has chosen them. `before` is the base's."""
+    if before is not None and not is_gain(before, chosen.metrics[metric]):
+        logger.warning(
+            "no point of the grid changes %s by a tenth: %.4g -> %.4g at learning rate %g; pass other lrs, or none for "
+            "a search",
+            metric,
+            before,
+            chosen.metrics[metric],
+            chosen.learning_rate,
+        )
 
 
 def tell_edges(summary: Mapping[str, Mapping[str, Any]], rates: Sequence[float]) -> None:

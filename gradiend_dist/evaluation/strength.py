@@ -137,9 +137,14 @@ class ClassSearches:
             "trials": [self._shown(way, trial) for way, search in mine.items() for trial in search.trials],
         }
         rivals = [(best, way) for way, search in mine.items() if (best := search.best()) is not None]
+        why = None if rivals else _all_too_harmful(metric, tried, self.request.max_harm)
+        if why is not None:  # the least harmful of those whose value is known: for who takes it all the same
+            asked = [(trial, way) for way, search in mine.items() for trial in search.trials if trial.value is not None]
+            rivals = [min(asked, key=lambda rival: rival[0].harm)] if asked else []
         if not rivals:
+            assert why is not None, "where a step is allowed, one of them is the best"
             found |= {"value": found["base_value"], "feature_factor": 1.0, "learning_rate": 0.0}
-            return _refused(found, _all_too_harmful(metric, tried, self.request.max_harm))
+            return _refused(found, why)
         best, way = max(rivals, key=lambda rival: rival[0].value or 0.0)
         step = self._step(way, best.change)
         entry = self.scored[step]
@@ -156,6 +161,8 @@ class ClassSearches:
         if metric == BALANCE:
             for name, of in (("indices", entry), ("base_indices", base)):
                 found[name] = {**balance_of(of, self.classes), "by_blanks": balance_by_blanks(of, self.classes)}
+        if why is not None:
+            return _refused(found, why)
         if not is_gain(found["base_value"], found["value"]):
             together = metric == BALANCE and not self.scores.neutral_blanks
             return _refused(found, _no_gain(metric, found, tried) + NO_NEUTRAL_BLANKS * together)
