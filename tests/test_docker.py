@@ -119,7 +119,9 @@ def test_dockerfile__names_exact_images_and_compiles_in_a_stage_that_is_not_ship
             f"{stage.image} may mean another image tomorrow"
         )
     shipped = " ".join(found["runtime"].of("RUN"))
-    assert not re.search(r"pip install|g\+\+|-dev\b|build-essential", shipped)
+    assert not re.search(r"pip install|g\+\+|nvcc|build-essential", shipped)
+    of_kernels = set(re.findall(r"\bgcc\b|\S+-dev\b", shipped))  # Triton compiles on the machine where it runs
+    assert of_kernels == ({"gcc", "libc6-dev", "python3.12-dev"} if name == "Dockerfile" else set())
     assert found["runtime"].of("COPY")[0] == "--from=build /opt/venv /opt/venv"
 
 
@@ -198,7 +200,16 @@ def test_pip__installs_only_versions_that_are_pinned(name: str) -> None:
 def pip_calls(name: str) -> list[str]:
     """What follows `pip install`, in order."""
     steps = section("%post")[0] if name.endswith(".def") else stages(name)["build"].of("RUN")
-    return [" ".join(call.split()) for call in re.findall(r"pip install ([^&;]+)", " && ".join(steps))]
+    commands = " && ".join(steps).replace("$IMAGE_CONSTRAINTS", "constraints-image.txt")  # the argument's default
+    return [" ".join(call.split()) for call in re.findall(r"pip install ([^&;]+)", commands)]
+
+
+def test_image_for_cuda_12__installs_what_the_other_one_does() -> None:
+    """An image for older drivers, whose packages of NVIDIA come with torch's builds for it."""
+    (default,) = [argument for argument in stages("Dockerfile")["build"].of("ARG") if "IMAGE_CONSTRAINTS" in argument]
+    assert default == "IMAGE_CONSTRAINTS=constraints-image.txt"
+    ours, others = pins(DOCKER / "constraints-image.txt"), pins(DOCKER / "constraints-cuda12.txt")
+    assert others == {name: pin for name, pin in ours.items() if not name.startswith(("cuda-", "nvidia-"))}
 
 
 def test_images__for_gpus_agree_in_all_that_they_install() -> None:
@@ -212,7 +223,7 @@ def test_images__for_gpus_agree_in_all_that_they_install() -> None:
     assert [call for call in pip_calls("Dockerfile") if "deepspeed" in call]
     build = " ".join(section("%post")[0])
     for argument in docker["build"].of("ARG"):
-        assert argument in build or argument == "PIP_EXTRA_INDEX_URL"
+        assert argument in build or argument.startswith(("PIP_", "IMAGE_CONSTRAINTS"))
     for preparation in ("DS_ACCELERATOR=cuda", "g++ python3.12-dev python3.12-venv"):
         assert preparation in build and preparation in " ".join(docker["build"].of("RUN"))
 
@@ -227,7 +238,8 @@ def test_definition__copies_what_is_there_and_becomes_the_command() -> None:
     copies = [line.split() for lines in section("%files") for line in lines]
     assert not [source for source, _ in copies if not (ROOT / source).exists()]
     installed = {source for source, _ in copies}
-    assert installed == {source for stage in stages("Dockerfile").values() for source in stage.sources}
+    built = {source for stage in stages("Dockerfile").values() for source in stage.sources}
+    assert installed == built - {"docker/constraints-cuda12.txt"}  # the definition has no arguments to choose it by
     assert section("%runscript") == [['exec /opt/gradiend_dist/docker/entrypoint.sh "$@"']]
     assert "/opt/gradiend_dist/docker/entrypoint.sh" in {target for _, target in copies}
 
