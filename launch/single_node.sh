@@ -57,6 +57,9 @@ fi
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}   # seconds to save in, then they are killed
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}   # sizes of weights differ
+# What each rank waits for where NCCL gives up, written to the working directory.
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-true}
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-nccl_rank_}
 export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2}
 command=("${ACCELERATE:-accelerate}" launch --quiet --config_file "$config" --num_processes "$processes" -m gradiend_dist.train "$@")
 [[ $engine != single || $processes -eq 1 ]] || fail "--engine single is one process and --num_processes is $processes: choose multi_gpu, or leave it out"

@@ -64,7 +64,8 @@ def load_base_model(
         given: dict[str, Any] = {
             "torch_dtype": torch_dtype,
             "attn_implementation": attn_implementation,
-            "device": device,
+            # What will be cut over the ranks is merged on the host: whole it may not fit a device.
+            "device": device if cut is None else None,
         }
         return _merged(path, *load_base_model(adapted, trust_remote_code=trust_remote_code, **given))
     if trust_remote_code:
@@ -176,13 +177,23 @@ def load_base_config(path: str, *, trust_remote_code: bool = False) -> Any:
     check_sizes(config, f"model={path!r}")
     if config.is_encoder_decoder:
         raise UserError(f"model={path!r} is an encoder-decoder model: pass a masked or a causal one.")
-    method = (vars(config).get("quantization_config") or {}).get("quant_method")
-    if method is not None:
+    rounded = next((found for part in (config, config.get_text_config()) if (found := _quantisation(part))), None)
+    if rounded is not None:
         raise UserError(
-            f"model={path!r} is quantised ({method}), and rounded weights have no gradients: pass the model "
+            f"model={path!r} is quantised ({rounded}), and rounded weights have no gradients: pass the model "
             "that it was made from, with torch_dtype=bfloat16 where memory is short."
         )
     return config
+
+
+def _quantisation(config: Any) -> str | None:
+    """How the weights are rounded; older files name no method, but the way in which they were loaded."""
+    settings = vars(config).get("quantization_config")
+    if not settings:
+        return None
+    values = settings if isinstance(settings, dict) else vars(settings)
+    loaded = (name for name in ("load_in_4bit", "load_in_8bit") if values.get(name))
+    return str(values.get("quant_method") or next(loaded, "by an unknown method"))
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:

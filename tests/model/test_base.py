@@ -49,18 +49,19 @@ def sharded_launch(**plugin: Any) -> Spread:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("method", "settings"),
     [
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("gptq", {"quant_method": "gptq", "bits": 4}),
+        ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+        ("load_in_8bit", {"load_in_8bit": True}),
+        ("by an unknown method", {"bits": 4}),
     ],
-    ids=lambda settings: settings["quant_method"],
 )
-def test_load__refuses_a_quantised_model_by_its_configuration(tmp_path, settings):
+def test_load__refuses_a_quantised_model_by_its_configuration(tmp_path, method, settings):
     """Fails if the weights are looked at first: each method fails there in its own way, some with a traceback."""
     path = saved(tmp_path / "model", quantization_config=settings)
-    with pytest.raises(UserError, match=rf"is quantised \({settings['quant_method']}\).*pass the model"):
+    with pytest.raises(UserError, match=rf"is quantised \({method}\).*pass the model"):
         load_base_model(str(path))
 
 
