@@ -82,7 +82,11 @@ def need_of(run: Run, launch: Launch, placement: Placement, micro_batch_size: in
     own = -(-run.rows // ranks)
     if launch.engine == "sliced" and not launch.shards_base:
         own = run.rows  # where gradients are kept, each rank computes whole items
-    run = replace(run, rows=ranks * min(own, micro_batch_size or own))
+    run = replace(
+        run,
+        rows=ranks * min(own, micro_batch_size or own),
+        recomputes=run.recomputes or launch.recomputes_layers,
+    )
     if launch.engine == "placed":
         return _need_beside_base(run, placement)
     if launch.engine == "zero":

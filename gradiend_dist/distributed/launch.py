@@ -33,6 +33,11 @@ class Launch:
         base = "base model sharded with FSDP2" if self.shards_base else "base model on every rank"
         return f"{self.comm.world_size} ranks, engine {self.engine}, {base}"
 
+    @property
+    def recomputes_layers(self) -> bool:
+        """Does FSDP's configuration ask for layers that are computed again in the backward pass?"""
+        return self.shards_base and bool(self.accelerator.state.fsdp_plugin.activation_checkpointing)
+
 
 def launched(timeout: float) -> Launch:
     """The processes that work together, and this one among them; the first call joins them. All ranks call this."""

@@ -83,7 +83,7 @@ class Spread:
     def recompute_layers(self, base_model: nn.Module, *, asked: bool) -> None:
         """As the argument or FSDP's configuration asks for it. No communication."""
         plugin = self.launch.accelerator.state.fsdp_plugin if self.launch.shards_base else None
-        if not asked and (plugin is None or not plugin.activation_checkpointing):
+        if not (asked or self.launch.recomputes_layers):
             return
         layers = blocks_of(base_model, plugin and plugin.transformer_cls_names_to_wrap)
         require(bool(layers), f"gradient_checkpointing finds no layers in {type(base_model).__name__}: leave it out.")

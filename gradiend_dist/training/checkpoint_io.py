@@ -169,13 +169,19 @@ def start_saving(engines: Mapping[int, Engine], directory: Path, comm: Comm, gro
 
 
 def wait_for(future: Future[Any]) -> None:
-    """Until this rank has written its part; an error is raised as an OSError."""
+    """Until this rank has written its part. What a file system refuses is raised as an OSError, all else as it is."""
     try:
         future.result()
     except CheckpointException as error:
         # One rank's failure, told on all of them: the first is as good as any.
         cause = next(iter(error.failures.values()))[0]
-        raise (cause if isinstance(cause, OSError) else OSError(str(cause))) from error
+        if STREAM_WRITER in str(cause):  # torch tells a full disk by a RuntimeError
+            raise OSError(str(cause)) from error
+        raise cause from error
+
+
+# What writes torch's archives, as its messages name it.
+STREAM_WRITER = "PytorchStreamWriter"
 
 
 class FilePart(io.RawIOBase):
