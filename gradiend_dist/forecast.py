@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.distributed.devices import Placement
 from gradiend_dist.distributed.fsdp import blocks_of
 from gradiend_dist.distributed.launch import Launch
+from gradiend_dist.gradients.base import vector_bytes
 from gradiend_dist.memory import (
     Base,
     Head,
@@ -76,23 +78,43 @@ def run_of(base: Base, args: TrainingArguments, tokens: int) -> Run:
     return Run(base, head, args.train_batch_size, tokens, recomputes=args.gradient_checkpointing)
 
 
-def need_of(run: Run, launch: Launch, placement: Placement, micro_batch_size: int | None) -> Need:
-    """Of a rank of this launch, on the device of its base model."""
+def need_of(run: Run, launch: Launch, placement: Placement, micro_batch_size: int | None, room: float) -> Need:
+    """Of a rank of this launch, on the device of its base model, where the run may take `room` bytes."""
     ranks = launch.comm.world_size
-    own = -(-run.rows // ranks)
+    run = replace(run, recomputes=run.recomputes or launch.recomputes_layers)
     if launch.engine == "sliced" and not launch.shards_base:
-        own = run.rows  # where gradients are kept, each rank computes whole items
-    run = replace(
-        run,
-        rows=ranks * min(own, micro_batch_size or own),
-        recomputes=run.recomputes or launch.recomputes_layers,
-    )
+        run = replace(run, rows=rows_at_once(run, ranks, room))
+    own = -(-run.rows // ranks)
+    run = replace(run, rows=ranks * min(own, micro_batch_size or own))
     if launch.engine == "placed":
         return _need_beside_base(run, placement)
     if launch.engine == "zero":
         plugin = launch.accelerator.state.deepspeed_plugin
         return need_zero(run, plugin.zero_stage, ranks, offload=bool(plugin.hf_ds_config.is_offload()))
     return need_fsdp(run, ranks) if launch.shards_base else need_sliced(run, ranks)
+
+
+def rows_at_once(run: Run, ranks: int, room: float) -> int:
+    """Rows in one pass, over the ranks: where gradients will be kept, each computes whole items.
+
+    They will not be where there is no room for those of a closed form, or of one item of each direction.
+    """
+    items = max(2, run.head.spectral_items)
+    kept = vector_bytes(-(-run.head.n // ranks)) * run.head.kinds * items
+    return ranks * run.rows if room - need_sliced(run, ranks).peak >= kept else run.rows
+
+
+def need_with_seeds(need: Callable[[Run], Need], run: Run, args: TrainingArguments, free: float) -> Need:
+    """The need of a run with all its seeds at once, where these may be trained together; else with those of `run`.
+
+    They are where half of what is free holds their weights and moments (`TrainingInputs.seeds_fit_together`), and it is
+    decided only when gradients are there: those must have left the room.
+    """
+    alone = need(run)
+    if args.seeds_in_parallel is not None or args.max_seeds < 2 or args.prunes_each_seed:
+        return alone
+    together = need(replace(run, head=replace(run.head, seeds=args.max_seeds)))
+    return together if together.weights + together.moments < free / 2 else alone
 
 
 def _need_beside_base(run: Run, placement: Placement) -> Need:

@@ -173,7 +173,7 @@ class ModelWithGradiend:
         step, gradiend = self._step(learning_rate, feature_factor, part, scaling), self.gradiend
         scaled = scaling_without_texts(scaling)
         if not gradiend.slices.is_whole:
-            raise UserError("This rank has only a part of the model: rewrite in one process, or use the trainer's.")
+            raise UserError("This rank has only a slice of the model: rewrite in one process, or use the trainer's.")
         converted = as_dtype(dtype)
         if output_dir is not None:
             check_output(output_dir, dtype, max_shard_size)

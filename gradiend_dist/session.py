@@ -16,10 +16,11 @@ from gradiend_dist.data.table import FeatureData
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import Placement, free_bytes, sharing
 from gradiend_dist.engines.spread import Spread
-from gradiend_dist.forecast import base_of, left_for_store, need_of, run_of
+from gradiend_dist.forecast import base_of, left_for_store, need_of, need_with_seeds, run_of
 from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.cloze import Objective, choose_objective
 from gradiend_dist.gradients.store import GradientSource, GradientStore, store_directory
+from gradiend_dist.memory import Need, Run
 from gradiend_dist.model.base import load_base_model
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model.start import draw_start
@@ -177,11 +178,14 @@ class Session:
         All ranks call this: the first call may ask them for their free memory.
         """
         if self._gradients is None or self._gradients.base.space != space:
-            base = self.base_gradients(space)
-            self._gradients = GradientSource(
-                base, GradientStore(self.store_bytes(), self._store_directory(space, base))
-            )
+            base, budget = self.base_gradients(space), self.training_store_bytes()
+            self._gradients = GradientSource(base, GradientStore(budget, self._store_directory(space, base)))
         return self._gradients
+
+    def training_store_bytes(self) -> int:
+        """Under DeepSpeed half of it: encodings have a store of their own. All ranks call this."""
+        shares_it = self.spread.launch.engine == "zero" and self.args.evaluates
+        return self.store_bytes() // 2 if shares_it else self.store_bytes()
 
     def _store_directory(self, space: ParameterSpace, base: BaseGradients) -> Path | None:
         if self.cache_dir is None:
@@ -227,8 +231,15 @@ class Session:
             return int(args.gradient_store_gib * GIB)
         dtype: torch.dtype = next(self.base_model.parameters()).dtype
         run = run_of(base_of(self.base_model, self.space, dtype.itemsize), args, self.longest_row)
-        need = need_of(run, self.spread.launch, self.placement, args.base_micro_batch_size)
-        return left_for_store(self.free_on_every_rank(device), need.peak - need.base, device)
+        free = self.free_on_every_rank(device)
+        need = need_with_seeds(lambda planned: self._need_of(planned, free), run, args, free)
+        return left_for_store(free, need.peak - need.base, device)
+
+    def _need_of(self, run: Run, free: float) -> Need:
+        """`free` beside the base model, which is there."""
+        launch, micro_batch_size = self.spread.launch, self.args.base_micro_batch_size
+        base = need_of(run, launch, self.placement, micro_batch_size, 0.0).base
+        return need_of(run, launch, self.placement, micro_batch_size, base + free)
 
     @property
     def longest_row(self) -> int:

@@ -26,7 +26,7 @@ from gradiend_dist.config.checks import check_topk
 from gradiend_dist.config.documents import DocumentError, parse_json, read_text
 from gradiend_dist.engines.deepspeed_config import fits_zero
 from gradiend_dist.errors import UserError, exit_code
-from gradiend_dist.forecast import USABLE, base_of, num_weights, run_of
+from gradiend_dist.forecast import USABLE, base_of, num_weights, rows_at_once, run_of
 from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero, sliced
 from gradiend_dist.model.base import load_base_config, skeleton_of
 from gradiend_dist.model.config_check import WHILE_BUILDING, check_files_hold, check_sizes, check_values, reason
@@ -241,19 +241,21 @@ def lines_at(base: Base, topk: float, options: argparse.Namespace) -> Iterator[L
     )
     run = Run(base, head, options.train_batch_size, options.tokens, options.gradient_checkpointing)
     usable = USABLE * options.gpu_memory * GIB
-    for engine, launch, need in needs_of(run, options.gpus, several_nodes=options.gpus > options.gpus_per_node):
+    several_nodes = options.gpus > options.gpus_per_node
+    for engine, launch, need in needs_of(run, options.gpus, usable, several_nodes=several_nodes):
         works = not engine.startswith("zero") or fits_zero(trained, options.latent_dim)
         yield Line(engine, launch, topk, trained, need, works and need.peak <= usable, max(0, int(usable) - need.peak))
 
 
-def needs_of(run: Run, gpus: int, *, several_nodes: bool) -> Iterator[tuple[str, str, Need]]:
+def needs_of(run: Run, gpus: int, usable: float, *, several_nodes: bool) -> Iterator[tuple[str, str, Need]]:
     """(engine, Accelerate file, needs) for every way to launch on these GPUs."""
     nodes = "_nodes" if several_nodes else ""
     for count in range(1, min(gpus, 3) + 1):
         yield f"placed, {count} GPU{'s' if count > 1 else ''}", "single.yaml", need_placed(run, count)
     if gpus == 1:
         return
-    yield "sliced", f"multi_gpu{nodes}.yaml", need_sliced(run, gpus)
+    whole_items = replace(run, rows=rows_at_once(run, gpus, usable))
+    yield "sliced", f"multi_gpu{nodes}.yaml", need_sliced(whole_items, gpus)
     if run.base.layer_sizes:
         yield "sliced, FSDP2 base", f"fsdp2{nodes}.yaml", need_fsdp(run, gpus)
     for stage in (1, 2, 3):

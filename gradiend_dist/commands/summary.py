@@ -12,7 +12,7 @@ from gradiend_dist.commands.tables import table
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.distributed.devices import free_bytes, sharing
 from gradiend_dist.engines.spread import Spread
-from gradiend_dist.forecast import left_for_store, need_of
+from gradiend_dist.forecast import left_for_store, need_of, need_with_seeds
 from gradiend_dist.report.records import Seed
 from gradiend_dist.storage.layout import SEED_REPORT
 from gradiend_dist.trainer import TextPredictionTrainer
@@ -26,9 +26,14 @@ def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
     schedule = trainer.training_rows.schedule
     steps = StepPlan.of(args, schedule)
     spread = Spread.of(args)
-    need = need_of(needs.run, spread.launch, spread.placement, args.base_micro_batch_size)
     device = spread.placement.base_model
     free = free_bytes(device) / sharing(device, spread.comm.local_world_size)
+    need = need_with_seeds(
+        lambda run: need_of(run, spread.launch, spread.placement, args.base_micro_batch_size, free),
+        needs.run,
+        args,
+        free,
+    )
     where = str(spread.placement) if trainer.comm.is_alone else f"{spread.launch}, rank 0 on {spread.placement.encoder}"
 
     lines = [

@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 SIGNS = (1.0, -1.0)
 
 
-class DecoderEvaluation:
-    """One call of `evaluate_decoder`. All ranks make it and call its methods."""
+class DecoderPlan:
+    """What one call of `evaluate_decoder` is to measure, and along which ways. All ranks make it alike."""
 
     def __init__(self, run: TrainedRun, request: DecoderRequest) -> None:
-        self.run, self.request, self.session, self.comm = run, request, run.session, run.comm
+        self.run, self.request, self.session = run, request, run.session
         self.args, self.config = run.args, run.config
         self.classes = run.target_classes
         by_grid = self.args.behaviour.strength_on_a_grid or self.args.decoder_eval_lrs
@@ -122,7 +122,22 @@ class DecoderEvaluation:
             for metric in self.metrics
         }
 
-    # --- what is measured
+    def caps(self) -> tuple[int | None, int | None]:
+        request, args, cap = self.request, self.args, self.config.decoder_eval_lms_max_samples
+        return (
+            first_given(
+                request.max_size_training_like, request.max_size, args.decoder_eval_max_size_training_like, cap
+            ),
+            first_given(request.max_size_neutral, request.max_size, args.decoder_eval_max_size_neutral, cap),
+        )
+
+
+class DecoderEvaluation(DecoderPlan):
+    """One call of `evaluate_decoder`. All ranks make it and call its methods."""
+
+    def __init__(self, run: TrainedRun, request: DecoderRequest) -> None:
+        super().__init__(run, request)
+        self.comm = run.comm
 
     def results(self) -> dict[str, Any]:
         """What `evaluate_decoder` returns, without a plot."""
@@ -143,7 +158,7 @@ class DecoderEvaluation:
     def scores(self) -> tuple[ModelScores, Texts]:
         """What every point is scored on, and the texts that judge what a search has chosen."""
         request, session = self.request, self.session
-        max_rows, max_texts = self._caps()
+        max_rows, max_texts = self.caps()
         rows = scored_rows(session, request.split, max_rows, request.training_like_df)
         drawn = scored_texts(session, self.config, rows, request.neutral_df, max_texts, without=self.left_out)
         search_texts, report_texts = without_repeats(drawn).halves() if self.by_search else (drawn, Texts(()))
@@ -169,15 +184,6 @@ class DecoderEvaluation:
         kept = PointCache(self.comm, self.run.experiment_dir, self._depends_on(scores), use_cache=use_cache)
         model, saved_at = self.run.get_model(), self.run.saved_at()
         return Points(self.session, model, self.config, self.scaling, kept, saved_at=saved_at)
-
-    def _caps(self) -> tuple[int | None, int | None]:
-        request, args, cap = self.request, self.args, self.config.decoder_eval_lms_max_samples
-        return (
-            first_given(
-                request.max_size_training_like, request.max_size, args.decoder_eval_max_size_training_like, cap
-            ),
-            first_given(request.max_size_neutral, request.max_size, args.decoder_eval_max_size_neutral, cap),
-        )
 
     def _neutral_blanks(self) -> list[str]:
         given = self.request.neutral_blanks
@@ -218,7 +224,7 @@ class DecoderEvaluation:
     # --- names and files
 
     def name(self, place: Place) -> str:
-        max_rows, max_texts = self._caps()
+        max_rows, max_texts = self.caps()
         key = f"split_{self.request.split}_max_{max_rows}_neutral_{max_texts}"
         key = key if self.scaling == "plain" else f"{self.scaling}_{key}"
         return f"{BASE}_{key}" if place is None else f"{key}_{place.feature_factor}_{place.learning_rate}"
@@ -252,7 +258,7 @@ class DecoderEvaluation:
     def _write_grid(
         self, directory: Path, found: Mapping[str, Any], grid: Mapping[Any, Entry], depends_on: Mapping[str, Any]
     ) -> None:
-        max_rows, max_texts = self._caps()
+        max_rows, max_texts = self.caps()
         summary = {name: entry for name, entry in found.items() if name in self.metrics}
         write_json(
             directory / GRID_CACHE,

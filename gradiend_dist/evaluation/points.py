@@ -181,7 +181,7 @@ class Points(AbstractContextManager["Points"]):
         readable = path is not None and is_model_directory(path.parent) and path.is_file()
         if path is None or not self.comm.all_agree(readable):
             raise UserError(
-                f"{self.comm.world_size} ranks each have a part of the model, and {path} is not there for all of them "
+                f"{self.comm.world_size} ranks each have a slice of the model, and {path} is not there for all of them "
                 "to read: save the model in a directory that they share, or launch one process."
             )
         return VectorsInFile(path, gradiend)

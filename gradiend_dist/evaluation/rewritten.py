@@ -216,7 +216,7 @@ def saved_delta(run: TrainedRun, target: Target, output_dir: str | Path) -> Delt
     """The change alone, written by rank 0, which returns it. All ranks call this."""
     comm, saved_at = run.comm, run.saved_at()
     if saved_at is None and (run.session.spread.shards or not run.get_model().gradiend.slices.is_whole):
-        raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
+        raise UserError("Each rank has a slice of an unsaved model: save it first, or launch one process.")
     curvature = _whole_curvature(run, target)
 
     def work() -> None:
@@ -271,7 +271,7 @@ def _changed_in_memory(run: TrainedRun, target: Target, dtype: str | None) -> nn
     vectors: Vectors = VectorsInMemory(gradiend)
     if not gradiend.slices.is_whole:
         if saved_at is None:
-            raise UserError("Each rank has a part of an unsaved model: save it first, or launch one process.")
+            raise UserError("Each rank has a slice of an unsaved model: save it first, or launch one process.")
         vectors = VectorsInFile(saved_at / WEIGHTS, gradiend)
     changed = copy.deepcopy(session.base_model)
     scaling = scaling_in_place(target.step.scaling, session, run.config, gradiend.space)

@@ -68,8 +68,8 @@ class Trial:
 
 
 @dataclass
-class StrengthSearch:
-    """Along one direction, for one value. No communication: all ranks are told the same and ask for the same."""
+class Trials:
+    """What was tried along one direction, for one value."""
 
     base_value: float
     max_harm: float = MAX_HARM
@@ -87,21 +87,6 @@ class StrengthSearch:
     def record(self, trial: Trial) -> None:
         self.trials = sorted([*self.trials, trial], key=lambda other: other.change)
 
-    def next(self) -> float | None:
-        """The change to try next; None when there is nothing more to learn."""
-        if not self.trials:
-            return rounded(self.first_change)
-        if len(self.trials) >= self.most_evaluations:
-            return None
-        for propose in (self._down, self._up, self._zero, self._bisect, self._peak, self._level):
-            found = propose()
-            if found is not None and not self._is_known(found):
-                return rounded(found)
-        return None
-
-    def _is_known(self, change: float) -> bool:
-        return any(1 / RESOLUTION < change / trial.change < RESOLUTION for trial in self.trials)
-
     @property
     def usable(self) -> list[Trial]:
         """Below the first step that is above the ceiling: a broken model may score well on anything."""
@@ -114,6 +99,48 @@ class StrengthSearch:
         above = next((trial.change for trial in self.trials if trial.harm > self.max_harm), math.inf)
         return [trial for trial in self.trials if trial.change < above and trial.value is not None]
 
+    def is_past_peak(self, trial: Trial) -> bool:
+        best = max((other.value for other in self.usable if other.value is not None), default=self.base_value)
+        return trial.value is not None and trial.value < PAST_PEAK * best and trial.harm > self.max_harm / 10
+
+    def highest(self) -> Trial | None:
+        return max(self.allowed, key=lambda trial: trial.value or 0.0, default=None)
+
+    def best(self) -> Trial | None:
+        """The smallest allowed step that reaches almost the best value; None where no step is allowed."""
+        highest = self.highest()
+        if highest is None or highest.value is None:
+            return None
+        enough = highest.value - (1.0 - SATURATION) * abs(highest.value)
+        return next(trial for trial in self.allowed if trial.value is not None and trial.value >= enough)
+
+    def curve(self) -> list[tuple[float, float]]:
+        """(harm level, best value up to it), on straight lines between what was measured.
+
+        Above all that was measured it goes on as it is: so much is reached with less harm as well.
+        """
+        points = [(0.0, self.base_value), *((trial.harm, trial.value or 0.0) for trial in self.usable)]
+        return [(level, _best_up_to(level, points)) for level in self.levels]
+
+    def is_known(self, change: float) -> bool:
+        return any(1 / RESOLUTION < change / trial.change < RESOLUTION for trial in self.trials)
+
+
+class StrengthSearch(Trials):
+    """Where to try next. No communication: all ranks are told the same and ask for the same."""
+
+    def next(self) -> float | None:
+        """The change to try next; None when there is nothing more to learn."""
+        if not self.trials:
+            return rounded(self.first_change)
+        if len(self.trials) >= self.most_evaluations:
+            return None
+        for propose in (self._down, self._up, self._zero, self._bisect, self._peak, self._level):
+            found = propose()
+            if found is not None and not self.is_known(found):
+                return rounded(found)
+        return None
+
     def _down(self) -> float | None:
         if self.allowed:
             return None
@@ -123,7 +150,7 @@ class StrengthSearch:
 
     def _up(self) -> float | None:
         """From the largest step that is of interest, and not as far as one that is known not to be."""
-        if not self.usable or self._is_past_peak(self.usable[-1]):
+        if not self.usable or self.is_past_peak(self.usable[-1]):
             return None
         last = self.usable[-1]
         broken = next((trial.change for trial in self.trials if trial.change > last.change), math.inf)
@@ -146,10 +173,6 @@ class StrengthSearch:
             return 2.0
         power = math.log(last.harm / before.harm) / math.log(last.change / before.change)
         return min(3.0, max(1.0, power))
-
-    def _is_past_peak(self, trial: Trial) -> bool:
-        best = max((other.value for other in self.usable if other.value is not None), default=self.base_value)
-        return trial.value is not None and trial.value < PAST_PEAK * best and trial.harm > self.max_harm / 10
 
     def _bisect(self) -> float | None:
         """Between the last allowed step and the first that is not: along a power law through both."""
@@ -179,7 +202,7 @@ class StrengthSearch:
 
     def _peak(self) -> float | None:
         """The wider of the two intervals around an inner maximum, in halves."""
-        best = self._highest()
+        best = self.highest()
         if best is None:
             return None
         place = self.trials.index(best)
@@ -205,25 +228,6 @@ class StrengthSearch:
                 return high.change * math.sqrt(level / high.harm)
             return _between(low, high, level)
         return None
-
-    def _highest(self) -> Trial | None:
-        return max(self.allowed, key=lambda trial: trial.value or 0.0, default=None)
-
-    def best(self) -> Trial | None:
-        """The smallest allowed step that reaches almost the best value; None where no step is allowed."""
-        highest = self._highest()
-        if highest is None or highest.value is None:
-            return None
-        enough = highest.value - (1.0 - SATURATION) * abs(highest.value)
-        return next(trial for trial in self.allowed if trial.value is not None and trial.value >= enough)
-
-    def curve(self) -> list[tuple[float, float]]:
-        """(harm level, best value up to it), on straight lines between what was measured.
-
-        Above all that was measured it goes on as it is: so much is reached with less harm as well.
-        """
-        points = [(0.0, self.base_value), *((trial.harm, trial.value or 0.0) for trial in self.usable)]
-        return [(level, _best_up_to(level, points)) for level in self.levels]
 
 
 def _change(trial: Trial) -> float:

@@ -169,7 +169,7 @@ def start_saving(engines: Mapping[int, Engine], directory: Path, comm: Comm, gro
 
 
 def wait_for(future: Future[Any]) -> None:
-    """Until this rank has written its part. What a file system refuses is raised as an OSError, all else as it is."""
+    """Until this rank has written its own. What a file system refuses is raised as an OSError, all else as it is."""
     try:
         future.result()
     except CheckpointException as error:

@@ -155,7 +155,7 @@ def select_over_ranks(
 
 @dataclass
 class Candidates:
-    """This rank's entries that may be kept, found anew in pieces of its part: there may be too many to list."""
+    """This rank's entries that may be kept, found anew piece by piece: there may be too many to list."""
 
     slices: Slices
     importance: Tensor

@@ -77,14 +77,14 @@ class GroupTraining:
         return self._pruned[1]
 
     def _pruned_space(self, config: PrePruneConfig, sample_seed: int) -> ParameterSpace:
-        """As an earlier part of this run has it: on other ranks rounding may choose another entry at the edge."""
+        """As it was before the run was interrupted: on other ranks rounding may choose another entry at the edge."""
         name = f"sample_{sample_seed}"
-        space = self.keeper.run.find_space(name)
+        space = self.keeper.run.spaces.find(name)
         if self.inputs.prunes_by_items(config):
             space = self.inputs.pruned_by_items(config, space)  # its gradients are wanted again in any case
         elif space is None:
             space = self.inputs.pre_pruned(config, sample_seed)
-        self.keeper.run.keep_space(name, space)
+        self.keeper.run.spaces.keep(name, space)
         return space
 
     def _new_run(self, space: ParameterSpace, seed: int, *, whole_items: bool) -> SeedRun:

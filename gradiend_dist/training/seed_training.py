@@ -189,7 +189,7 @@ class SeedTraining:
         num_vectors = vectors_of_training(args, self.inputs.plan())
         largest = max(slices.size for slices in self.session.spread.training_slices(space))
         return self.inputs.seeds_fit_together(largest, len(to_train)) and not gradients_fit(
-            num_vectors, largest, self.session.store_bytes()
+            num_vectors, largest, self.session.training_store_bytes()
         )
 
     def _result(self, seed: int, record: dict[str, Any] | None, earlier: list[SeedResult]) -> SeedResult:

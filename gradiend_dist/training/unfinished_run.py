@@ -38,8 +38,7 @@ class UnfinishedRun:
     def __init__(self, directory: Path | None, comm: Comm) -> None:
         self.directory, self.comm = directory, comm
         self._values: dict[str, Any] = {}
-        self._spaces: dict[str, ParameterSpace] = {}
-        """Not written yet."""
+        self.spaces = PrunedSpaces(directory, comm)
 
     def open(self, depends_on: dict[str, Any], *, engine: str, store_bytes: int) -> bool:
         """Begin, or go on with what is there: True.
@@ -60,6 +59,7 @@ class UnfinishedRun:
             if before["world_size"] != self.comm.world_size:
                 before.update(world_size=self.comm.world_size, store_bytes=store_bytes)
             self._values = before
+            self.spaces.sums = before["spaces"]
             logger.info("going on with the unfinished run in %s", self.directory)
             return True
         name = _tracker_run_id(self.directory, wanted["depends_on"])
@@ -83,21 +83,20 @@ class UnfinishedRun:
         directory = self.directory
         assert directory is not None, "a run without a directory is not written"
 
-        def write() -> None:
+        def write() -> dict[str, int]:
             directory.mkdir(parents=True, exist_ok=True)
-            for name, space in self._spaces.items():
-                _write_space(directory, name, space)
-                self._values["spaces"][name] = file_sum(directory / f"{name}_{STATE_SPACE}")
+            self._values["spaces"] = self.spaces.write(directory)
             write_json(directory / STATE_RUN, {**self._values, SUM: _sum_of(self._values)})
+            return self.spaces.sums
 
         with explained(directory):
-            self.comm.first("writing the state of the run", write)
-        self._spaces.clear()
+            self.spaces.sums = self.comm.first("writing the state of the run", write)
+        self.spaces.unwritten.clear()
 
     def write_if_needed(self) -> None:
         """Before the first state of steps, and where a space was pruned since."""
         assert self.directory is not None, "a run without a directory is not written"
-        if self._spaces or not self.comm.decide((self.directory / STATE_RUN).is_file()):
+        if self.spaces.unwritten or not self.comm.decide((self.directory / STATE_RUN).is_file()):
             self.write()
 
     @property
@@ -120,7 +119,7 @@ class UnfinishedRun:
         return found
 
     def finish_seeds(self, outputs: Mapping[int, Path]) -> None:
-        """These seeds are done; a later part of the run wants to find there what is there now. All ranks call this."""
+        """These seeds are done; a run that goes on wants to find there what is there now. All ranks call this."""
         found = self.comm.first(
             "looking at finished seeds", lambda: {s: directory_sums(path) for s, path in outputs.items()}
         )
@@ -147,7 +146,7 @@ class UnfinishedRun:
         self._values["seeds_done"] = [seed for seed in self.seeds_done if seed not in damaged]
 
     def selection_score(self, seed: int) -> float | None:
-        """By which an earlier part of this run has compared the seed with others."""
+        """By which this run, before it was interrupted, has compared the seed with others."""
         score: float | None = self._values.get("selection", {}).get(str(seed))
         return score
 
@@ -160,18 +159,33 @@ class UnfinishedRun:
             self._values.update(values)
             self.write()
 
-    def keep_space(self, name: str, space: ParameterSpace) -> None:
-        """It is written when there is a state that needs it. No communication."""
-        self._spaces[name] = space
 
-    def find_space(self, name: str) -> ParameterSpace | None:
-        """The space that an earlier part of this run has pruned."""
-        if self.directory is None:
+class PrunedSpaces:
+    """The spaces that seeds are trained in, for those who go on: on other ranks rounding may choose another entry."""
+
+    def __init__(self, directory: Path | None, comm: Comm) -> None:
+        self.directory, self.comm = directory, comm
+        self.unwritten: dict[str, ParameterSpace] = {}
+        self.sums: dict[str, int] = {}
+        """Checksums of those that are written, by name."""
+
+    def keep(self, name: str, space: ParameterSpace) -> None:
+        """It is written when there is a state that needs it. No communication."""
+        self.unwritten[name] = space
+
+    def write(self, directory: Path) -> dict[str, int]:
+        """Rank 0 alone: the checksums of all that are written, by name."""
+        for name, space in self.unwritten.items():
+            _write_space(directory, name, space)
+            self.sums[name] = file_sum(directory / f"{name}_{STATE_SPACE}")
+        return self.sums
+
+    def find(self, name: str) -> ParameterSpace | None:
+        """The space that this run has pruned before it was interrupted. All ranks call this."""
+        expected = self.sums.get(name)
+        if self.directory is None or expected is None:
             return None
-        path, expected = self.directory / f"{name}_{STATE_SPACE}", self._values.get("spaces", {}).get(name)
-        if expected is None:
-            return None
-        weights = None
+        path, weights = self.directory / f"{name}_{STATE_SPACE}", None
         if self.comm.is_first or path.is_file():
             with contextlib.suppress(SafetensorError, OSError, ValueError):
                 weights = _read_space(path) if file_sum(path) == expected else None

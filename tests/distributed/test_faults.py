@@ -188,9 +188,7 @@ def fault(at: str, call: int, rank: int = 1, when: str = "before", do: str = "ki
 
 POINTS = {
     "pre-pruning": fault("gradiend_dist.gradients.base:BaseGradients.compute", 2),
-    "after pre-pruning": fault(
-        "gradiend_dist.training.unfinished_run:UnfinishedRun.keep_space", 1, rank=0, when="after"
-    ),
+    "after pre-pruning": fault("gradiend_dist.training.unfinished_run:PrunedSpaces.keep", 1, rank=0, when="after"),
     "evaluation at step 0": fault("gradiend_dist.evaluation.encoder:encode_items", 1),
     "middle of an epoch": fault(STEP, 7),
     "before any state": fault(STEP, 3, rank=0),
