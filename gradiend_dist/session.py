@@ -17,7 +17,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import Placement, free_bytes, sharing
 from gradiend_dist.engines.spread import Spread
 from gradiend_dist.forecast import base_of, left_for_store, need_of, need_with_seeds, run_of
-from gradiend_dist.gradients.base import BaseGradients
+from gradiend_dist.gradients.base import BaseGradients, vector_bytes
 from gradiend_dist.gradients.cloze import Objective, choose_objective
 from gradiend_dist.gradients.store import GradientSource, GradientStore, store_directory
 from gradiend_dist.memory import Need, Run
@@ -240,6 +240,14 @@ class Session:
         launch, micro_batch_size = self.spread.launch, self.args.base_micro_batch_size
         base = need_of(run, launch, self.placement, micro_batch_size, 0.0).base
         return need_of(run, launch, self.placement, micro_batch_size, base + free)
+
+    def device_for(self, num_entries: int) -> torch.device:
+        """Where float32 vectors of so many entries in all may be: with the base model where that leaves as much again,
+        else on the host. All ranks call this."""
+        device = self.placement.base_model
+        if device.type == "cpu" or self.free_on_every_rank(device) > 2 * vector_bytes(num_entries):
+            return device
+        return torch.device("cpu")
 
     @property
     def longest_row(self) -> int:

@@ -10,8 +10,10 @@ the list: files must name the whole backbone. Positions are 64-bit everywhere.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -94,6 +96,22 @@ class Slices:
             yield slice(offset, offset + stop - start), slice(start, stop)
             offset += stop - start
 
+    def pairs_within(self, where: slice) -> Iterator[tuple[slice, slice]]:
+        """The same for a part of the rank's own vector."""
+        first = bisect_right(self._starts, where.start) - 1
+        for place in range(max(first, 0), len(self.ranges)):
+            begins, (start, stop) = self._starts[place], self.ranges[place]
+            low, high = max(where.start, begins), min(where.stop, begins + stop - start)
+            if begins >= where.stop:
+                return
+            if low < high:
+                yield slice(low, high), slice(start + low - begins, start + high - begins)
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """Where each range begins in the rank's own vector."""
+        return [own.start for own, _ in self.range_pairs()]
+
     def take(self, vector: Tensor) -> Tensor:
         """The rank's own entries of a whole vector."""
         if len(self.ranges) == 1:
@@ -104,8 +122,8 @@ class Slices:
         """Positions in the whole vector of these positions in the rank's own one."""
         if len(self.ranges) == 1:
             return own + self.ranges[0][0]
-        starts = torch.tensor([start for start, _ in self.ranges])
-        lengths = torch.tensor([stop - start for start, stop in self.ranges])
+        starts = torch.tensor([start for start, _ in self.ranges], device=own.device)
+        lengths = torch.tensor([stop - start for start, stop in self.ranges], device=own.device)
         before = lengths.cumsum(0) - lengths
         owner = torch.searchsorted(before, own, right=True) - 1
         return own - before[owner] + starts[owner]

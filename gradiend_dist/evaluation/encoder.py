@@ -188,7 +188,10 @@ def _encode_whole(
 def _encode_slices(
     gradients: GradientSource, items: Sequence[Item], kind: str, encoder: Encoder, *, keep: bool
 ) -> Tensor:
-    """From the gradients where these are kept or will be; else each piece is weighed as it arrives, and dropped."""
+    """From the gradients where these are kept or will be; else each piece is weighed as it arrives, and dropped.
+
+    All ranks call this.
+    """
     weight = encoder.model.encoder_weight
     products = torch.zeros(len(items), len(weight), dtype=torch.float64, device=weight.device)
     if gradients.holds(items, kind, will_keep=keep):
@@ -197,10 +200,11 @@ def _encode_slices(
             products[number] = encoder.products(gradients.get(item, [kind], keep=keep)[kind])
         return encoder.finish(products)
 
-    def weigh_piece(number: int, where: slice, entries: Tensor) -> None:
-        products[number] += weigh(weight[:, where], entries.to(weight.device))
+    def weigh_piece(number: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+        ((_, factor),) = into
+        products[number] += weigh(weight[:, where], entries.to(weight.device)) * factor
 
-    gradients.stream(items, kind, weigh_piece)
+    gradients.base.hand_out(items, [kind], weigh_piece)
     return encoder.finish(products)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradiend_dist.engines.chunks import affine, chunks, square
 from gradiend_dist.engines.sliced import encode_slices
+from gradiend_dist.evaluation.encoder import weigh
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.gradients.sketch import Sketch
 from gradiend_dist.gradients.store import GradientSource
@@ -44,18 +45,67 @@ class HeldOut:
     @torch.no_grad()
     def measure(self, model: GradiendModel) -> dict[str, float | None]:
         """The shares that a model, or all ranks' parts of one, explains; `held_out_loss` is the loss of training."""
-        errors = torch.zeros((), dtype=torch.float64, device=model.device_decoder)
         sketch = self._new_sketch() if self._products is None else None
-        for number, item in enumerate(self.items):
-            kinds = [self.target] if self.source is None else [self.source, self.target]
-            vectors = self.gradients.get(item, kinds, keep=True)
-            if sketch is not None:
-                sketch.put(number, vectors[self.target])
-            errors += self._squared_error(model, vectors, self.labels[number])
+        kinds = [self.target] if self.source is None else [self.source, self.target]
+        if self.gradients.will_keep(self.items, kinds) or self._is_cut(model):
+            errors = self._errors_of_vectors(model, kinds, sketch)
+        else:
+            errors = self._errors_by_weight(model, kinds, sketch)
         if sketch is not None:
             self._products = sketch.gram([item.name for item in self.items], self.target)
         total = float(errors if model.slices.is_whole else self.comm.total(errors))
         return {"held_out_loss": total / (len(self.items) * model.input_dim), **self._shares(total, model.latent_dim)}
+
+    def _errors_of_vectors(self, model: GradiendModel, kinds: list[str], sketch: Sketch | None) -> Tensor:
+        """What this rank's slices add to all |y' - y|^2, from gradients that are kept. All ranks call this."""
+        errors = torch.zeros((), dtype=torch.float64, device=model.device_decoder)
+        for number, item in enumerate(self.items):
+            vectors = self.gradients.get(item, kinds, keep=True)
+            if sketch is not None:
+                sketch.put(number, vectors[self.target])
+            errors += self._squared_error(model, vectors, self.labels[number])
+        return errors
+
+    def _errors_by_weight(self, model: GradiendModel, kinds: list[str], sketch: Sketch | None) -> Tensor:
+        """The same without a vector: first the latents, then the errors of each weight as its gradient is complete.
+
+        Without an activation |Wd h + bd - y|^2 is made of products that need no latent: one time through the items.
+        All ranks call this.
+        """
+        products = _Products(model, len(self.items))
+
+        def measure(number: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+            for kind, factor in into:
+                if kind == self.source:
+                    products.encode(number, where, entries, factor)
+                if kind == self.target:
+                    products.decode(number, where, entries, factor)
+                    if sketch is not None:
+                        sketch.add(number, where, entries, factor)
+
+        self.gradients.base.hand_out(self.items, kinds, measure, complete=True)
+        latent = self._latents(model, products)
+        if isinstance(model.decoder[1], nn.Identity):
+            return products.errors(latent)
+        # What is not delivered is zero: first the errors as if all were, then what each weight changes of them.
+        errors = _squares(model, latent, slice(0, model.slices.size), None)
+
+        def correct(number: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+            nonlocal errors
+            ((_, factor),) = into
+            one = latent[number : number + 1]
+            errors += _squares(model, one, where, entries * factor) - _squares(model, one, where, None)
+
+        self.gradients.base.hand_out(self.items, [self.target], correct, complete=True)
+        return errors
+
+    def _latents(self, model: GradiendModel, products: _Products) -> Tensor:
+        """[items, m], everyone's. All ranks call this."""
+        if self.source is None:
+            return self.labels.reshape(-1, 1).to(model.decoder_weight)
+        encoded = products.encoded if model.slices.is_whole else self.comm.total(products.encoded)
+        latent: Tensor = model.encoder[1](encoded.to(model.encoder_bias) + model.encoder_bias)
+        return latent.to(model.decoder_weight)
 
     def _new_sketch(self) -> Sketch:
         base = self.gradients.base
@@ -79,8 +129,10 @@ class HeldOut:
 
     def _own(self, model: GradiendModel, vector: Tensor) -> Tensor:
         """DeepSpeed has whole gradients on every rank, and a model at rest is cut."""
-        is_cut = self.gradients.base.slices.is_whole and not model.slices.is_whole
-        return model.slices.take(vector) if is_cut else vector
+        return model.slices.take(vector) if self._is_cut(model) else vector
+
+    def _is_cut(self, model: GradiendModel) -> bool:
+        return self.gradients.base.slices.is_whole and not model.slices.is_whole
 
     def _shares(self, error: float, latent_dim: int) -> dict[str, float | None]:
         assert self._products is not None, "made by the first measurement"
@@ -93,6 +145,50 @@ class HeldOut:
             found[name] = 1.0 - error / whole if is_there else None
             found[f"{name}_limit"] = 1.0 - unexplained / whole if is_there and unexplained is not None else None
         return found
+
+
+class _Products:
+    """Products of items' gradients, which come weight by weight, with a model's slices. No communication."""
+
+    def __init__(self, model: GradiendModel, count: int) -> None:
+        self.model = model
+        self.encoded = torch.zeros(count, model.latent_dim, dtype=torch.float64, device=model.device_encoder)
+        """We.x"""
+        self._with_weight = torch.zeros(count, model.latent_dim, dtype=torch.float64, device=model.device_decoder)
+        self._with_bias, self._squares = (self._with_weight.new_zeros(count) for _ in range(2))
+
+    def encode(self, number: int, where: slice, entries: Tensor, factor: float) -> None:
+        weight = self.model.encoder_weight[:, where]
+        self.encoded[number] += weigh(weight, entries.to(weight.device)) * factor
+
+    def decode(self, number: int, where: slice, entries: Tensor, factor: float) -> None:
+        model, target = self.model, entries.to(self.model.device_decoder)
+        self._with_weight[number] += weigh(model.decoder_weight[where].T, target) * factor
+        if model.decoder_bias_vector is not None:
+            self._with_bias[number] += weigh(model.decoder_bias_vector[where].unsqueeze(0), target)[0] * factor
+        self._squares[number] += weigh(target.unsqueeze(0), target)[0] * factor**2
+
+    def errors(self, latent: Tensor) -> Tensor:
+        """The sum of |Wd h + bd - y|^2 for the latents [items, m]."""
+        h, weight, bias = latent.double(), self.model.decoder_weight, self.model.decoder_bias_vector
+        found = self._squares.sum() - 2.0 * (h * self._with_weight).sum()
+        square = torch.stack([weigh(weight.T, column) for column in weight.T])
+        found += ((h @ square) * h).sum()
+        if bias is not None:
+            found += len(h) * weigh(bias.unsqueeze(0), bias)[0] - 2.0 * self._with_bias.sum()
+            found += 2.0 * (h @ weigh(weight.T, bias)).sum()
+        return found
+
+
+def _squares(model: GradiendModel, latent: Tensor, where: slice, target: Tensor | None) -> Tensor:
+    """The sum of |y' - y|^2 over entries and latents [k, m]; without a target it is zero."""
+    weight, bias = model.decoder_weight[where], model.decoder_bias_vector
+    found = torch.zeros((), dtype=torch.float64, device=weight.device)
+    for chunk in chunks(len(weight), weight.device):
+        decoded = affine(latent, weight[chunk], None if bias is None else bias[where][chunk])
+        decoded = model.decoder[1](decoded)
+        found += square(decoded if target is None else decoded - target[chunk].to(weight.device))
+    return found
 
 
 def unexplained_by_class_means(products: Tensor, labels: Tensor, latent_dim: int) -> float | None:

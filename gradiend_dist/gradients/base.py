@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import to_device
-from gradiend_dist.gradients.buckets import Buckets, Deliver, Destination, Direct, Reduced
+from gradiend_dist.gradients.buckets import Buckets, ByWeight, Deliver, Destination, Direct, Reduced
 from gradiend_dist.gradients.cloze import Cloze, ClozeBatch, ClozeRow, LogitsAt, Objective
 from gradiend_dist.gradients.collector import GradientCollector
 from gradiend_dist.gradients.items import Item
@@ -101,7 +101,7 @@ class BaseGradients:
         All ranks call this, with the same item: its rows are split over them.
         """
         vectors = out if out is not None else {kind: self.empty() for kind in kinds}
-        rows = [item.rows[rank :: self.comm.world_size] for rank in range(self.comm.world_size)]
+        rows = self._rows_by_rank(item)
         while True:
             if self.comm.is_alone or self.is_sharded:
                 direct = Direct(vectors, [weight for weight, _, _ in self.weights])
@@ -122,6 +122,58 @@ class BaseGradients:
         rows = [items[rank].rows if rank < len(items) else () for rank in range(self.comm.world_size)]
         mine = items[min(self.comm.rank, len(items) - 1)]
         self._run_passes(rows, mine, list(kinds), Reduced(self.buckets, deliver, self.device, num_items=len(items)))
+
+    def hand_out(
+        self, items: Sequence[Item], kinds: Sequence[str], deliver: Deliver, *, complete: bool = False
+    ) -> None:
+        """The gradients of these items piece by piece, for who needs no vectors; what is not delivered is zero.
+
+        An entry may come in several parts that add up, one for each pass of an item; with `complete` it comes once.
+        All ranks call this, with the same items; each is handed its own slices.
+        """
+        by_vector = self.autocast is torch.float16 or (
+            complete and not all(self._takes_one_pass(item, kinds) for item in items)
+        )
+        if by_vector:  # a pass may have to be repeated, or is not all of an item
+            self._hand_out_vectors(items, kinds, deliver)
+        elif self.in_rounds:
+            for start in range(0, len(items), self.comm.world_size):
+                together = items[start : start + self.comm.world_size]
+                self.compute_round(together, kinds, _numbered(deliver, start))
+        else:
+            for number, item in enumerate(items):
+                rows = self._rows_by_rank(item)
+                if self.comm.is_alone or self.is_sharded:
+                    self._run_passes(rows, item, list(kinds), ByWeight(deliver, number, self.device))
+                else:
+                    self._run_passes(
+                        rows, item, list(kinds), Reduced(self.buckets, _numbered(deliver, number), self.device)
+                    )
+
+    def _hand_out_vectors(self, items: Sequence[Item], kinds: Sequence[str], deliver: Deliver) -> None:
+        vectors = {kind: self.empty() for kind in kinds}
+        for number, item in enumerate(items):
+            self.compute(item, kinds, out=vectors)
+            for weight, _, _ in self.weights if self.comm.is_alone or self.is_sharded else ():
+                where = slice(weight.offset, weight.stop)
+                for kind in kinds:
+                    deliver(number, [(kind, 1.0)], where, vectors[kind][where])
+            if not (self.comm.is_alone or self.is_sharded):
+                for kind in kinds:
+                    deliver(number, [(kind, 1.0)], slice(0, self.slices.size), vectors[kind])
+
+    def _takes_one_pass(self, item: Item, kinds: Sequence[str]) -> bool:
+        """Does one backward pass give all of each kind? Where the rows of ranks do not decide, these are all rows."""
+        of_a_rank = len(item.rows) if self.in_rounds else -(-len(item.rows) // self.comm.world_size)
+        if self.micro_batch_size is not None and of_a_rank > self.micro_batch_size:
+            return False
+        passes = [
+            kind for together, _ in plan_passes(item.rows, list(kinds)) for step in together for kind, _ in step.into
+        ]
+        return len(passes) == len(set(passes))
+
+    def _rows_by_rank(self, item: Item) -> list[tuple[ClozeRow, ...]]:
+        return [item.rows[rank :: self.comm.world_size] for rank in range(self.comm.world_size)]
 
     @property
     def in_rounds(self) -> bool:
@@ -234,6 +286,15 @@ def plan_passes(rows: Sequence[ClozeRow], kinds: list[str]) -> Iterator[tuple[li
         into = [(kind, LOSS_WEIGHTS[kind][index]) for kind in kinds if LOSS_WEIGHTS[kind][index]]
         if into:
             yield [Pass(1.0 - index, float(index), into)], side
+
+
+def _numbered(deliver: Deliver, first: int) -> Deliver:
+    """The same for items that begin at `first`."""
+
+    def shifted(item: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+        deliver(first + item, into, where, entries)
+
+    return shifted
 
 
 class AddToVectors:

@@ -1,9 +1,10 @@
 """Where a weight's gradient goes while a backward pass runs: straight into the vector, or to the rank that owns it.
 
-`Direct` is for a rank that keeps what it computes: a single process, or a base model whose own reduction (FSDP) leaves
-each rank its shard. `Reduced` is for replicas of the base model, each with some of the rows: weights are collected in
-buckets in the order in which a backward pass completes them, and a complete bucket is sent off while the pass goes on.
-At no time does a rank hold a vector of size n: only the buckets in flight, and its own slices.
+`Direct` and `ByWeight` are for a rank that keeps what it computes: a single process, or a base model whose own
+reduction (FSDP) leaves each rank its shard. `Direct` fills vectors; `ByWeight` hands each weight's gradient on when it
+is complete, for who needs no vector. `Reduced` is for replicas of the base model, each with some of the rows: weights
+are collected in buckets in the order in which a backward pass completes them, and a complete bucket is sent off while
+the pass goes on. At no time does a rank hold a vector of size n: only the buckets in flight, and its own slices.
 """
 
 from __future__ import annotations
@@ -42,6 +43,15 @@ class Destination(ABC):
 
         Without something to keep, the place holds anything (with `as_zeros`: zeros).
         """
+
+    def add(self, weight: Weight, entries: Tensor, factor: float) -> None:
+        """Add a weight's entries, which nobody else holds. What comes first overwrites: half the memory traffic of
+        adding to zeros."""
+        for place, kept, share in self.ranges(weight):
+            if kept:
+                place.add_(entries, alpha=share * factor)
+            else:
+                torch.mul(entries, share * factor, out=place)
 
     def expect(self, weight: Weight, contributions: int) -> None:  # noqa: B027, only some count
         """So many more contributions to this weight will follow in this pass."""
@@ -82,6 +92,45 @@ class Direct(Destination):
         for kind in self.vectors:
             for weight in self.weights:
                 self._range(kind, weight, as_zeros=True)
+
+
+class ByWeight(Destination):
+    """Hands on each weight's gradient of a pass and forgets it; a weight that gets none is not handed on.
+
+    The largest weight's gradient is in memory, and those of weights that several modules share until all have fired.
+    """
+
+    def __init__(self, deliver: Deliver, item: int, device: torch.device) -> None:
+        self.deliver, self.item, self.device = deliver, item, device
+
+    def begin(self, into: list[tuple[str, float]]) -> None:
+        self._into = into
+        self._open: dict[str, Tensor] = {}
+        self._waiting: dict[str, int] = {}
+
+    def ranges(self, weight: Weight, *, as_zeros: bool = False) -> Iterator[tuple[Tensor, bool, float]]:
+        kept = weight.name in self._open
+        if not kept:
+            make = torch.zeros if as_zeros else torch.empty
+            self._open[weight.name] = make(weight.num_selected, device=self.device)
+        yield self._open[weight.name], kept, 1.0
+
+    def add(self, weight: Weight, entries: Tensor, factor: float) -> None:
+        if weight.name in self._open:
+            super().add(weight, entries, factor)
+        else:
+            self._open[weight.name] = entries if factor == 1.0 else entries.mul_(factor)
+
+    def expect(self, weight: Weight, contributions: int) -> None:
+        self._waiting[weight.name] = contributions
+
+    def done(self, weight: Weight) -> None:
+        self._waiting[weight.name] = self._waiting.get(weight.name, 1) - 1
+        if not self._waiting[weight.name]:
+            self.deliver(self.item, self._into, slice(weight.offset, weight.stop), self._open.pop(weight.name))
+
+    def end(self, *, had_rows: bool = True) -> None:  # noqa: ARG002
+        assert not self._open, f"{next(iter(self._open))} got less of its gradient than was expected"
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,9 @@ class GradientCollector:
     def _embedding_hook(self, weight: Weight, indices: Tensor | None) -> Any:
         """A forward hook that cuts an embedding's output off its weight and waits for the gradient of the output."""
 
-        def cut(module: nn.Embedding, args: tuple[Tensor], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+        def cut(module: nn.Embedding, args: tuple[Tensor], kwargs: dict[str, Tensor], output: Tensor) -> Tensor | None:
+            if not torch.is_grad_enabled():
+                return None  # a pass that looks at the head first
             ids = next(iter((*args, *kwargs.values())))
             rows, places = looked_up_rows(ids.reshape(-1))
 
@@ -180,12 +182,7 @@ class GradientCollector:
         self._contributions[weight.name] = self._contributions.get(weight.name, 0) + 1
 
     def _add(self, weight: Weight, entries: Tensor) -> None:
-        """Add to where this pass goes. What comes first overwrites: half the memory traffic of adding to zeros."""
-        for place, kept, factor in self._destination.ranges(weight):
-            if kept:
-                place.add_(entries, alpha=factor / self._scale)
-            else:
-                torch.mul(entries, factor / self._scale, out=place)
+        self._destination.add(weight, entries, 1.0 / self._scale)
 
     def _add_rows(self, weight: Weight, indices: Tensor | None, rows: Tensor, gradient: Tensor) -> None:
         """Add the gradient of these rows of a matrix."""

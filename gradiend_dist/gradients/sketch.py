@@ -34,19 +34,24 @@ class Sketch:
         self.folds = slices.total > SKETCH
         self.values = torch.zeros(count, SKETCH if self.folds else slices.size, device=device)
 
-    def put(self, number: int, vector: Tensor) -> None:
-        """This rank's slices of a vector, once; the vector may be overwritten afterwards. No communication."""
+    def add(self, number: int, where: slice, entries: Tensor, factor: float = 1.0) -> None:
+        """Entries of a vector, `where` in this rank's slices of it; parts of an entry add up. No communication."""
         if not self.folds:
-            self.values[number] = vector
+            self.values[number, where].add_(entries, alpha=factor)
             return
-        for own, there in self.slices.range_pairs():
+        for own, there in self.slices.pairs_within(where):
             start = there.start
             while start < there.stop:
                 block, first = divmod(start, SKETCH)
                 stop = min(there.stop, (block + 1) * SKETCH)
-                place, entries = slice(first, first + stop - start), slice(own.start, own.start + stop - start)
-                self.values[number, place].addcmul_(vector[entries], block_signs(block, vector.device)[place])
-                own, start = slice(entries.stop, own.stop), stop
+                place, inside = slice(first, first + stop - start), own.start - where.start + start - there.start
+                signs = block_signs(block, entries.device)[place]
+                self.values[number, place].addcmul_(entries[inside : inside + stop - start], signs, value=factor)
+                start = stop
+
+    def put(self, number: int, vector: Tensor) -> None:
+        """A whole vector. No communication."""
+        self.add(number, slice(0, self.slices.size), vector)
 
     def gram(self, names: Sequence[str], kind: str) -> Tensor:
         """[count, count] inner products in float64, on the host, the same on every rank. All ranks call this.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradiend_dist.gradients.base import AddToVectors, BaseGradients
+from gradiend_dist.gradients.buckets import Deliver
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.storage.files import explained
@@ -147,6 +148,31 @@ class GradientSource:
             return True
         return missing == 0 or (will_keep and self.store.has_room(self.base.bytes_per_vector * missing))
 
+    def will_keep(self, items: Sequence[Item], kinds: Sequence[str]) -> bool:
+        """Is the store made for these? By its size alone: a run that goes on has to find the same."""
+        size = self.base.bytes_per_vector * len(dict.fromkeys(kinds)) * len(items)
+        return self.store.directory is not None or size <= self.store.budget_bytes
+
+    def hand_out(
+        self,
+        items: Sequence[Item],
+        kinds: Sequence[str],
+        deliver: Deliver,
+        *,
+        complete: bool = False,
+        whole_items: bool = False,
+    ) -> None:
+        """The gradients of these items: from the store, where they are kept for later, or computed and forgotten piece
+        by piece, see `BaseGradients.hand_out`. With `whole_items`, each rank computes items of its own."""
+        if not self.will_keep(items, kinds):
+            self.base.hand_out(items, kinds, deliver, complete=complete)
+            return
+        if whole_items:
+            self.prepare(items, kinds)
+        for number, item in enumerate(items):
+            for kind, vector in self.get(item, kinds, keep=True).items():
+                deliver(number, [(kind, 1.0)], slice(0, len(vector)), vector)
+
     def has(self, item: Item, kinds: Sequence[str]) -> bool:
         """Are these kept, on every rank? Files are not read for that: a damaged one shows when it is wanted."""
         here = all(self.store.is_kept(item.key, kind) for kind in dict.fromkeys(kinds))
@@ -170,23 +196,6 @@ class GradientSource:
             for item, found in zip(together, vectors, strict=True):
                 for kind in kinds:
                     self.store.put(item.key, kind, found[kind])
-
-    def stream(self, items: Sequence[Item], kind: str, take: Callable[[int, slice, Tensor], None]) -> None:
-        """Hand over the gradients piece by piece: (number of the item, range of this rank's part, entries)."""
-        if not self.base.in_rounds:
-            for number, item in enumerate(items):
-                take(number, slice(None), self.get(item, [kind], keep=False)[kind])
-            return
-        start = 0
-        for together in self._rounds(items):
-
-            def deliver(
-                item: int, into: list[tuple[str, float]], where: slice, entries: Tensor, first: int = start
-            ) -> None:
-                take(first + item, where, entries * into[0][1])
-
-            self.base.compute_round(together, [kind], deliver)
-            start += len(together)
 
     def _rounds(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
         size = self.base.comm.world_size

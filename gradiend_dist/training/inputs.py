@@ -15,6 +15,7 @@ from gradiend_dist.data.schedule import Schedule, cap_per_group, make_schedule
 from gradiend_dist.data.table import FeatureData
 from gradiend_dist.evaluation.encoder import EncoderEvaluation
 from gradiend_dist.evaluation.explained import HeldOut
+from gradiend_dist.gradients.buckets import Deliver
 from gradiend_dist.gradients.items import Item, ItemRows
 from gradiend_dist.gradients.store import GradientSource, GradientStore
 from gradiend_dist.memory import Head, sliced
@@ -22,7 +23,7 @@ from gradiend_dist.session import Session
 from gradiend_dist.space import ParameterSpace
 from gradiend_dist.training.gradient_batches import gradients_fit
 from gradiend_dist.training.history import StepPlan
-from gradiend_dist.training.pruning import pre_prune, pre_prune_by_items
+from gradiend_dist.training.pruning import RankingGradients, computed, pre_prune, pre_prune_by_items
 from gradiend_dist.training.spectral import draw_items
 
 
@@ -109,7 +110,14 @@ class TrainingInputs:
         base = self.session.base_gradients(
             self.session.space, slices_by_rank=self.session.spread.inference_slices(self.session.space)
         )
-        keep = pre_prune(base, self.training.rows, config, seed=seed, behaviour=self.session.args.behaviour)
+        keep = pre_prune(
+            base,
+            self.training.rows,
+            config,
+            seed=seed,
+            behaviour=self.session.args.behaviour,
+            device=self.session.device_for(base.largest_slices),
+        )
         return self.session.space.select(keep)
 
     def prunes_by_items(self, config: PrePruneConfig) -> bool:
@@ -145,12 +153,15 @@ class TrainingInputs:
         if one_pass:
             wide.prepare(items, kinds)
 
-        def gradient(item: Item) -> Tensor:
-            vector = wide.get(item, kinds if one_pass else [config.source], keep=one_pass)[config.source]
-            return vector.clone() if one_pass else vector  # it will be overwritten
+        def kept(wanted: Sequence[Item], deliver: Deliver) -> None:
+            for number, item in enumerate(wanted):
+                vector = wide.get(item, kinds, keep=True)[config.source]
+                deliver(number, [(config.source, 1.0)], slice(0, len(vector)), vector)
 
         if known is None:
-            keep = pre_prune_by_items(base, gradient, items, labels, config, args.behaviour)
+            gradients = RankingGradients(base, kept) if one_pass else computed(base, config.source)
+            device = self.session.device_for(2 * base.largest_slices)
+            keep = pre_prune_by_items(gradients, items, labels, config, args.behaviour, device=device)
         else:
             keep = known.positions_in(self.session.space)
         space = known or self.session.space.select(keep)

@@ -18,6 +18,7 @@ from gradiend_dist.data.schedule import make_schedule
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.gradients.base import BaseGradients
+from gradiend_dist.gradients.buckets import Deliver
 from gradiend_dist.gradients.items import Item, ItemRows
 from gradiend_dist.model.entries import count_to_keep
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
@@ -33,19 +34,27 @@ KEY_BITS = 32
 
 DIGIT_BITS = 16
 
+HOST = torch.device("cpu")
+
 # Entries that are looked at together; some fifty bytes each are in memory for a moment.
 PIECE = 2**22
 
 
 def pre_prune(
-    base: BaseGradients, rows: pd.DataFrame, config: PrePruneConfig, *, seed: int, behaviour: Behaviour
+    base: BaseGradients,
+    rows: pd.DataFrame,
+    config: PrePruneConfig,
+    *,
+    seed: int,
+    behaviour: Behaviour,
+    device: torch.device = HOST,
 ) -> Tensor:
     """Positions of the space to keep: those with the largest |mean gradient| over a few single-row examples.
 
     The mean of single-row gradients is the gradient of the mean of their losses, so one backward pass serves all
     examples of a micro-batch. The mean is taken within each direction, and the sizes are added: a diff changes its
     sign with the direction, and a mean over both would rank highest what does not depend on the feature.
-    All ranks call this.
+    Sizes are added up on `device`. All ranks call this.
     """
     seed = config.seed if config.seed is not None else seed
     positions = sample_positions(rows, config.n_samples, seed, by_row_number=behaviour.pre_prune_by_row_number)
@@ -56,41 +65,52 @@ def pre_prune(
     table = ItemRows(rows, base.objective)
     items = [table.item(group, per_row_mean=True) for group in groups if group]
 
-    def gradient(item: Item) -> Tensor:
-        return base.compute(item, [config.source])[config.source]
-
-    return keep_largest(base, gradient, [[item] for item in items], config, behaviour)
+    return keep_largest(computed(base, config.source), [[item] for item in items], config, behaviour, device=device)
 
 
 def pre_prune_by_items(
-    base: BaseGradients,
-    gradient: Callable[[Item], Tensor],
+    gradients: RankingGradients,
     items: Sequence[Item],
     labels: Sequence[float],
     config: PrePruneConfig,
     behaviour: Behaviour,
+    *,
+    device: torch.device = HOST,
 ) -> Tensor:
-    """The same by items of training; `gradient` gives a gradient of the kind that ranks, to be overwritten.
-
-    All ranks call this.
-    """
+    """The same by items of training. All ranks call this."""
     pairs = list(zip(items, labels, strict=True))
     groups = [[item for item, label in pairs if label == direction] for direction in (1.0, -1.0)]
-    return keep_largest(base, gradient, [group for group in groups if group], config, behaviour)
+    return keep_largest(gradients, [group for group in groups if group], config, behaviour, device=device)
+
+
+@dataclass(frozen=True)
+class RankingGradients:
+    """The gradients that rank the weights; each entry of an item is delivered once."""
+
+    base: BaseGradients
+    hand_out: Callable[[Sequence[Item], Deliver], None]
+    """All ranks call this."""
+
+
+def computed(base: BaseGradients, kind: str) -> RankingGradients:
+    """Computed for this, and forgotten weight by weight. All ranks use them together."""
+    return RankingGradients(base, lambda items, deliver: base.hand_out(items, [kind], deliver, complete=True))
 
 
 def keep_largest(
-    base: BaseGradients,
-    gradient: Callable[[Item], Tensor],
+    gradients: RankingGradients,
     groups: Sequence[Sequence[Item]],
     config: PrePruneConfig,
     behaviour: Behaviour,
+    *,
+    device: torch.device = HOST,
 ) -> Tensor:
-    """Positions of the largest sums of sizes, over all ranks. All ranks call this."""
+    """Positions of the largest sums of sizes, over all ranks, added up on `device`. All ranks call this."""
+    base = gradients.base
     keep = select_over_ranks(
         base.comm,
         base.slices,
-        sum_of_sizes(base, gradient, groups),
+        sum_of_sizes(gradients, groups, device),
         threshold=config.threshold,
         topk=config.topk,
         in_float32=behaviour.topk_in_float32,
@@ -198,7 +218,7 @@ class Candidates:
 
     def positions(self) -> Tensor:
         """In the whole vector, of all of them."""
-        found = [self.slices.positions(places) for places, _ in self.pieces()]
+        found = [self.slices.positions(places).cpu() for places, _ in self.pieces()]
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
@@ -254,28 +274,44 @@ def _total(comm: Comm, count: int) -> int:
     return int(comm.total_on_host(torch.tensor([count])))
 
 
-def sum_of_sizes(base: BaseGradients, gradient: Callable[[Item], Tensor], groups: Sequence[Sequence[Item]]) -> Tensor:
-    """Mean over the groups of |mean gradient of the group's items|, on the host.
+def sum_of_sizes(gradients: RankingGradients, groups: Sequence[Sequence[Item]], device: torch.device) -> Tensor:
+    """Mean over the groups of |mean gradient of the group's items|, of this rank's slices, on `device`.
 
-    The device holds one item's gradient, which is overwritten, and of a group of several their mean.
+    There it takes one vector, and where a group has several items a second one, for their mean.
     All ranks call this.
     """
-    total: Tensor | None = None
+    base = gradients.base
+    total = torch.zeros(base.slices.size, device=device)
+    mean = torch.zeros_like(total) if any(len(group) > 1 for group in groups) else None
     for group in groups:
-        size = gradient(group[0])
-        if len(group) > 1:
-            size = size / len(group)
-            for item in group[1:]:
-                size.add_(gradient(item), alpha=1.0 / len(group))
-        size.abs_().div_(len(groups))
-        if not base.comm.all_agree(bool(size.isfinite().all())):
+        share = 1.0 / len(group)
+
+        def take(
+            _item: int, into: list[tuple[str, float]], where: slice, entries: Tensor, share: float = share
+        ) -> None:
+            ((_, factor),) = into
+            entries = entries.to(device)
+            if mean is None:
+                total[where].add_(entries.abs(), alpha=abs(factor) / len(groups))
+            else:
+                mean[where].add_(entries, alpha=factor * share)
+
+        gradients.hand_out(group, take)
+        if mean is not None:
+            total.add_(mean.abs_(), alpha=1.0 / len(groups))
+            mean.zero_()
+        # A number that is not finite stays one in the sum.
+        if not base.comm.all_agree(_is_finite(total)):
             raise UserError(
                 f"The gradient of the pre-prune examples is not finite ({group[0].name}): check the base model's "
                 "weights and these rows."
             )
-        total = size.cpu() if total is None else total.add_(size.cpu())
-    assert total is not None, "there is at least one example"
     return total
+
+
+def _is_finite(vector: Tensor) -> bool:
+    """Without a mask of its size."""
+    return all(bool(piece.isfinite().all()) for piece in vector.split(PIECE)) if len(vector) else True
 
 
 def sample_positions(rows: pd.DataFrame, n_samples: int, seed: int, *, by_row_number: bool) -> list[int]:

@@ -11,7 +11,8 @@ With x_i and y_i the source and target of item i,
 
 Everything of size n is a weighted sum of the items. So there are two passes over them: one for the Gram matrices (by
 `Sketch`: no two items need to be in memory), k x k algebra, and one for the sums, which go straight into the model.
-Gradients that the store has room for are computed once, for both passes and for training.
+Gradients that the store has room for are computed once, for both passes and for training; else each weight's is folded
+and added as the backward pass completes it, and forgotten: no vector of size n is there but the model's own.
 
 Labels are used for the sign of the latent, and to tell whether what was found is the feature; in supervised training
 they are the wanted latent.
@@ -33,6 +34,7 @@ from gradiend_dist.data.splits import stream
 from gradiend_dist.distributed.messages import sendable
 from gradiend_dist.engines.base import Rates
 from gradiend_dist.errors import UserError
+from gradiend_dist.gradients.buckets import Deliver
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.gradients.sketch import Sketch
 from gradiend_dist.gradients.store import GradientSource
@@ -202,11 +204,14 @@ class SpectralStart:
         kinds = self.args.trained_kinds
         sketches = {kind: Sketch(len(self.items), base.slices, self.comm, base.device) for kind in kinds}
         sizes = torch.zeros(len(self.items), dtype=torch.float64, device=base.device)
-        for number, vectors in self._vectors():
-            for kind, sketch in sketches.items():
-                sketch.put(number, vectors[kind])
-            if self.source is not None:
-                sizes[number] = torch.linalg.vector_norm(vectors[self.source], 1)
+
+        def take(number: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+            for kind, factor in into:
+                sketches[kind].add(number, where, entries, factor)
+                if kind == self.source:
+                    sizes[number] += torch.linalg.vector_norm(entries, 1) * abs(factor)
+
+        self._hand_out(take, complete=True)
         if not base.slices.is_whole:
             self.comm.total(sizes)
         names = [item.name for item in self.items]
@@ -218,15 +223,10 @@ class SpectralStart:
             base.space.size,
         )
 
-    def _vectors(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """(number, vectors by kind) of each item; those that are not kept are overwritten by the next.
-
-        All ranks go through it together.
-        """
-        if self.whole_items:
-            self.gradients.prepare(self.items, self.args.trained_kinds)
-        for number, item in enumerate(self.items):
-            yield number, self.gradients.get(item, self.args.trained_kinds, keep=True)
+    def _hand_out(self, deliver: Deliver, *, complete: bool = False) -> None:
+        """All ranks call this."""
+        kinds = self.args.trained_kinds
+        self.gradients.hand_out(self.items, kinds, deliver, complete=complete, whole_items=self.whole_items)
 
     def _sum_up(self, model: GradiendModel, form: ClosedForm) -> None:
         """The second pass: weighted sums, straight into the model's tensors. All ranks call this."""
@@ -239,18 +239,22 @@ class SpectralStart:
             model.decoder_weight.zero_()
         if form.offset is not None and bias is not None:
             bias.zero_()
-        for number, vectors in self._vectors():
-            if form.encoder is not None and self.source is not None:
-                source = vectors[self.source].to(model.device_encoder)
-                for row, weights in zip(model.encoder_weight, form.encoder, strict=True):
-                    row.add_(source, alpha=float(weights[number]))
-            if form.decoder is None or self.target is None:
-                continue
-            target = vectors[self.target].to(model.device_decoder)
-            for column, weights in zip(model.decoder_weight.T, form.decoder, strict=True):
-                column.add_(target, alpha=float(weights[number]))
-            if form.offset is not None and bias is not None:
-                bias.add_(target, alpha=float(form.offset[number]))
+
+        def take(number: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+            for kind, factor in into:
+                if form.encoder is not None and kind == self.source:
+                    source = entries.to(model.device_encoder)
+                    for row, weights in zip(model.encoder_weight, form.encoder, strict=True):
+                        row[where].add_(source, alpha=factor * float(weights[number]))
+                if form.decoder is None or kind != self.target:
+                    continue
+                target = entries.to(model.device_decoder)
+                for column, weights in zip(model.decoder_weight.T, form.decoder, strict=True):
+                    column[where].add_(target, alpha=factor * float(weights[number]))
+                if form.offset is not None and bias is not None:
+                    bias[where].add_(target, alpha=factor * float(form.offset[number]))
+
+        self._hand_out(take)
 
 
 def solve(

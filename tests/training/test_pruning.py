@@ -22,7 +22,7 @@ from gradiend_dist.gradients.items import ItemRows
 from gradiend_dist.model.entries import select_entries_to_keep
 from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.training import pruning
-from gradiend_dist.training.pruning import pre_prune, sample_positions, sum_of_sizes
+from gradiend_dist.training.pruning import HOST, computed, pre_prune, sample_positions, sum_of_sizes
 
 
 def trainer_for(model: Path, frames: Any, **options: Any) -> TextPredictionTrainer:
@@ -66,7 +66,7 @@ def test_pre_prune__threshold_then_topk(masked_lm: Path, feature_frames: Any) ->
     positions = sample_positions(rows, 4, 1, by_row_number=False)
     groups = [[p for p in positions if rows["feature_class_id"][p] == direction] for direction in (0, 1)]
     groups = [[items.item(group, per_row_mean=True)] for group in groups]
-    importance = sum_of_sizes(base, lambda item: base.compute(item, ["alternative"])["alternative"], groups)
+    importance = sum_of_sizes(computed(base, "alternative"), groups, HOST)
     threshold = float(importance.quantile(0.9))
     above = int((importance >= threshold).sum())
     for topk, wanted in ((None, above), (0.5, -(-above // 2)), (10**9, above)):

@@ -39,12 +39,11 @@ class Inputs:
         kind = "more" if more > 1 else "larger" if larger > 1 else "first"
         return [Item((f"{kind} {n}",), f"{kind} {n}") for n in range(COUNT)], LABELS  # type: ignore[arg-type]
 
-    def prepare(self, items: Any, kinds: Any) -> None:
-        pass
-
-    def get(self, item: Item, kinds: list[str], *, keep: bool) -> dict[str, Tensor]:  # noqa: ARG002
-        kind, number = item.name.split()
-        return {name: self.vectors[kind][int(number)] for name in kinds}
+    def hand_out(self, items: list[Item], kinds: list[str], deliver: Any, **_: bool) -> None:
+        for place, item in enumerate(items):
+            kind, number = item.name.split()
+            for name in kinds:
+                deliver(place, [(name, 1.0)], slice(0, N), self.vectors[kind][int(number)])
 
 
 def started(good: str, **arguments: Any) -> SeedStart:
