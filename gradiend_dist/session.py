@@ -17,7 +17,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import Placement, free_bytes, sharing
 from gradiend_dist.engines.spread import Spread
 from gradiend_dist.forecast import base_of, left_for_store, need_of, need_with_seeds, run_of
-from gradiend_dist.gradients.base import BaseGradients, vector_bytes
+from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.cloze import Objective, choose_objective
 from gradiend_dist.gradients.store import GradientSource, GradientStore, store_directory
 from gradiend_dist.memory import Need, Run
@@ -27,6 +27,7 @@ from gradiend_dist.model.start import draw_start
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.space import ParameterSpace, Slices
 from gradiend_dist.storage.model_dir import load_gradiend, read_context
+from gradiend_dist.storage.vectors import VectorPlace
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +49,15 @@ class Session:
     objective: Objective
     space: ParameterSpace
     """The space before pre-pruning."""
-    cache_dir: Path | None
-    """Where gradients are kept with use_cached_gradients."""
+    directory: Path
+    """Of the run, for files that it needs while it works."""
     budget_bytes: int | None = None
     """Memory for kept gradients, once a run has decided on it."""
     _gradients: GradientSource | None = None
 
     @classmethod
     def open(
-        cls, args: TrainingArguments, data: FeatureData, model: str | ModelWithGradiend, cache_dir: Path | None
+        cls, args: TrainingArguments, data: FeatureData, model: str | ModelWithGradiend, directory: Path
     ) -> Session:
         """Load the base model (or take the given one) and put it where it belongs. All ranks call this."""
         spread = Spread.of(args)
@@ -82,7 +83,7 @@ class Session:
             mask_placeholder=args.mask_placeholder,
             as_reference=args.behaviour.reference_labels,
         )
-        return cls(args, data, base_model, tokenizer, spread, objective, space, cache_dir)
+        return cls(args, data, base_model, tokenizer, spread, objective, space, directory)
 
     @property
     def comm(self) -> Comm:
@@ -108,10 +109,12 @@ class Session:
             bias_decoder=args.bias_decoder,
             device_encoder=self.placement.encoder,
             device_decoder=self.placement.decoder,
-            generator=torch.Generator().manual_seed(seed),
-            initialize=drawn and args.behaviour.draws_on_host,
+            initialize=False,
+            new_weights=self.vectors.zeros if args.offload else None,
         )
-        if drawn and not args.behaviour.draws_on_host:
+        if drawn and args.behaviour.draws_on_host:
+            gradiend.reset_parameters(torch.Generator().manual_seed(seed))
+        elif drawn:
             draw_start(gradiend, seed)
         return self.wrap(gradiend)
 
@@ -145,6 +148,7 @@ class Session:
                 slices=self.spread.own_inference_slices,
                 device_encoder=self.placement.encoder,
                 device_decoder=self.placement.decoder,
+                mapped=self.args.offload,
             )
         )
         context = self.comm.first(f"reading {path}", lambda: read_context(path))
@@ -188,9 +192,9 @@ class Session:
         return self.store_bytes() // 2 if shares_it else self.store_bytes()
 
     def _store_directory(self, space: ParameterSpace, base: BaseGradients) -> Path | None:
-        if self.cache_dir is None:
+        if not self.args.use_cached_gradients:
             return None
-        root = self.cache_dir
+        root = self.directory / "cache" / "gradients"
         if not base.slices.is_whole:
             root = root / f"rank_{self.comm.rank}_of_{self.comm.world_size}"
         return store_directory(root, self.base_model, self.tokenizer, space, base)
@@ -241,13 +245,10 @@ class Session:
         base = need_of(run, launch, self.placement, micro_batch_size, 0.0).base
         return need_of(run, launch, self.placement, micro_batch_size, base + free)
 
-    def device_for(self, num_entries: int) -> torch.device:
-        """Where float32 vectors of so many entries in all may be: with the base model where that leaves as much again,
-        else on the host. All ranks call this."""
-        device = self.placement.base_model
-        if device.type == "cpu" or self.free_on_every_rank(device) > 2 * vector_bytes(num_entries):
-            return device
-        return torch.device("cpu")
+    @property
+    def vectors(self) -> VectorPlace:
+        """Where vectors are that belong to no step of training. No communication."""
+        return VectorPlace(self.placement.base_model, self.directory if self.args.offload else None)
 
     @property
     def longest_row(self) -> int:

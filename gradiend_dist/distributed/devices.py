@@ -78,7 +78,7 @@ def place(
 
 def placement_of(args: TrainingArguments) -> Placement:
     """What these arguments ask for on this machine."""
-    return place(
+    found = place(
         torch.cuda.device_count(),
         device=args.device,
         device_encoder=args.device_encoder,
@@ -86,6 +86,12 @@ def placement_of(args: TrainingArguments) -> Placement:
         device_base_model=args.device_base_model,
         encoder_decoder_same_device=args.encoder_decoder_same_device,
     )
+    if not args.offload:
+        return found
+    # Alone on its device, the base model needs no other one than the first.
+    host, base = torch.device("cpu"), torch.device("cuda:0")
+    asked = args.device or args.device_base_model
+    return Placement(host, host, found.base_model if asked or found.base_model.type == "cpu" else base)
 
 
 def _device(name: str, value: str, num_gpus: int) -> torch.device:

@@ -32,7 +32,14 @@ from gradiend_dist.space import ParameterSpace, Slices
 
 logger = logging.getLogger(__name__)
 
-DEVICE_ARGUMENTS = ("device", "device_encoder", "device_decoder", "device_base_model", "encoder_decoder_same_device")
+OF_ONE_PROCESS = (
+    "device",
+    "device_encoder",
+    "device_decoder",
+    "device_base_model",
+    "encoder_decoder_same_device",
+    "offload",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Spread:
                     torch.cuda.device_count(),
                 )
             return cls(launch, placement)
-        for name in DEVICE_ARGUMENTS:
+        for name in OF_ONE_PROCESS:
             if getattr(args, name):
                 raise UserError(
                     f"{name}={getattr(args, name)} places a single process, and {launch.comm.world_size} were "

@@ -32,6 +32,7 @@ from gradiend_dist.model.base import longest_input
 from gradiend_dist.rewriting.move import ByTensor, Factors, Piece, Scaling
 from gradiend_dist.session import Session
 from gradiend_dist.space import ParameterSpace, Slices, Weight
+from gradiend_dist.storage.vectors import VectorPlace
 
 DAMPING = 0.1
 
@@ -100,15 +101,19 @@ def curvature_items(session: Session, config: TextPredictionConfig) -> list[Item
     return items
 
 
-def mean_squares(base: BaseGradients, items: Sequence[Item]) -> Tensor:
-    """Mean over the items of the squared gradient, of this rank's slices; one more vector of its length for a moment.
+def mean_squares(base: BaseGradients, items: Sequence[Item], place: VectorPlace) -> Tensor:
+    """Mean over the items of the squared gradient, of this rank's slices.
 
     All ranks of `base` call this.
     """
-    total, gradient = base.empty().zero_(), {"factual": base.empty()}
-    for item in items:
-        base.compute(item, ["factual"], out=gradient)
-        total.addcmul_(gradient["factual"], gradient["factual"], value=1.0 / len(items))
+    total = place.zeros(base.slices.size)
+
+    def add(_item: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
+        ((_, factor),) = into
+        entries = entries.to(total.device)
+        total[where].addcmul_(entries, entries, value=factor**2 / len(items))
+
+    base.hand_out(items, ["factual"], add, complete=True)
     return total
 
 
@@ -124,7 +129,7 @@ def curvature_of(session: Session, config: TextPredictionConfig, space: Paramete
         base = session.base_gradients(space, slices_by_rank=session.spread.inference_slices(space))
     else:
         base = session.base_gradients(space, Comm(), [Slices.whole(space.size)])
-    return mean_squares(base, items), list(base.slices_by_rank)
+    return mean_squares(base, items, session.vectors), list(base.slices_by_rank)
 
 
 def whole_curvature(session: Session, config: TextPredictionConfig, space: ParameterSpace) -> Tensor | None:

@@ -83,7 +83,7 @@ class HeldOut:
                     if sketch is not None:
                         sketch.add(number, where, entries, factor)
 
-        self.gradients.base.hand_out(self.items, kinds, measure, complete=True)
+        self.gradients.hand_out(self.items, kinds, measure, complete=True)
         latent = self._latents(model, products)
         if isinstance(model.decoder[1], nn.Identity):
             return products.errors(latent)
@@ -96,7 +96,7 @@ class HeldOut:
             one = latent[number : number + 1]
             errors += _squares(model, one, where, entries * factor) - _squares(model, one, where, None)
 
-        self.gradients.base.hand_out(self.items, [self.target], correct, complete=True)
+        self.gradients.hand_out(self.items, [self.target], correct, complete=True)
         return errors
 
     def _latents(self, model: GradiendModel, products: _Products) -> Tensor:
@@ -163,21 +163,29 @@ class _Products:
 
     def decode(self, number: int, where: slice, entries: Tensor, factor: float) -> None:
         model, target = self.model, entries.to(self.model.device_decoder)
-        self._with_weight[number] += weigh(model.decoder_weight[where].T, target) * factor
+        self._with_weight[number] += _exactly(model.decoder_weight[where], target) * factor
         if model.decoder_bias_vector is not None:
-            self._with_bias[number] += weigh(model.decoder_bias_vector[where].unsqueeze(0), target)[0] * factor
-        self._squares[number] += weigh(target.unsqueeze(0), target)[0] * factor**2
+            self._with_bias[number] += _exactly(model.decoder_bias_vector[where].unsqueeze(1), target)[0] * factor
+        self._squares[number] += _exactly(target.unsqueeze(1), target)[0] * factor**2
 
     def errors(self, latent: Tensor) -> Tensor:
         """The sum of |Wd h + bd - y|^2 for the latents [items, m]."""
         h, weight, bias = latent.double(), self.model.decoder_weight, self.model.decoder_bias_vector
         found = self._squares.sum() - 2.0 * (h * self._with_weight).sum()
-        square = torch.stack([weigh(weight.T, column) for column in weight.T])
-        found += ((h @ square) * h).sum()
+        products = torch.stack([_exactly(weight, column) for column in weight.T])
+        found += ((h @ products) * h).sum()
         if bias is not None:
-            found += len(h) * weigh(bias.unsqueeze(0), bias)[0] - 2.0 * self._with_bias.sum()
-            found += 2.0 * (h @ weigh(weight.T, bias)).sum()
+            found += len(h) * _exactly(bias.unsqueeze(1), bias)[0] - 2.0 * self._with_bias.sum()
+            found += 2.0 * (h @ _exactly(weight, bias)).sum()
         return found
+
+
+def _exactly(columns: Tensor, vector: Tensor) -> Tensor:
+    """columns^T vector in float64 throughout: errors are small differences of such products."""
+    found = torch.zeros(columns.shape[1], dtype=torch.float64, device=columns.device)
+    for chunk in chunks(len(vector), vector.device):
+        found += columns[chunk].double().T @ vector[chunk].double()
+    return found
 
 
 def _squares(model: GradiendModel, latent: Tensor, where: slice, target: Tensor | None) -> Tensor:

@@ -165,7 +165,7 @@ class Points(AbstractContextManager["Points"]):
             weights = space.active() if shards is None else space.weights_of_shards(shards)
             vectors = self._vectors()
             scaling = scaling_in_place(self.scaling, self.session, self.config, space)
-            self._moved = InPlace(self.session.base_model, weights, vectors, scaling)
+            self._moved = InPlace(self.session.base_model, weights, vectors, scaling, self.session.vectors)
         return self._moved
 
     def _vectors(self) -> Vectors:

@@ -84,6 +84,8 @@ class BaseGradients:
         self.collector = GradientCollector(model, mapped, is_sharded=self.is_sharded)
         self.weights = self.collector.weights
         self._buckets: Buckets | None = None
+        self.always_moving: set[nn.Module] = set()
+        """Of forward mode: modules whose weights others use without calling them."""
 
     @property
     def largest_slices(self) -> int:

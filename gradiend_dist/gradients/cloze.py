@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from gradiend_dist.distributed.interrupt import stop_if_told
 from gradiend_dist.errors import UserError
@@ -246,26 +245,26 @@ class LogitsAt:
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} if takes_cache else {}
 
-    def __call__(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        """Logits [places, vocabulary] of the wanted places; `parameters` stand in for the model's own of that name."""
+    def __call__(self, batch: ClozeBatch) -> Tensor:
+        """Logits [places, vocabulary] of the wanted places."""
         stop_if_told()  # whatever takes long asks the base model
         self.prepare(batch)
         if self._narrow:
-            return self._forward_narrow(batch, parameters)
-        return self._forward(batch, parameters)[batch.rows, batch.positions]
+            return self._forward_narrow(batch)
+        return self._forward(batch)[batch.rows, batch.positions]
 
     def prepare(self, batch: ClozeBatch) -> None:
         """Find out, once, whether the head may read the wanted places alone."""
         if self._narrow is None:
             self._narrow = self.check(batch)
 
-    def _forward(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **self._options}
-        output = self.model(**inputs) if parameters is None else functional_call(self.model, parameters, (), inputs)
-        logits: Tensor = output.logits
+    def _forward(self, batch: ClozeBatch) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, **self._options
+        ).logits
         return logits
 
-    def _forward_narrow(self, batch: ClozeBatch, parameters: dict[str, Tensor] | None = None) -> Tensor:
+    def _forward_narrow(self, batch: ClozeBatch) -> Tensor:
         def keep_places(_module: nn.Module, _args: Any, output: Any) -> Any:
             places = output[0][batch.rows, batch.positions].unsqueeze(0)
             if isinstance(output, tuple):
@@ -275,7 +274,7 @@ class LogitsAt:
 
         hook = self.backbone.register_forward_hook(keep_places)
         try:
-            logits = self._forward(batch, parameters)
+            logits = self._forward(batch)
         finally:
             hook.remove()
         return logits.reshape(len(batch.rows), -1)

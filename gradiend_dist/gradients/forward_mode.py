@@ -2,19 +2,22 @@
 
 The encoder reads a gradient only through We.x, and x is the gradient of a row's loss. So We.x is the derivative of that
 loss when the base weights move along We: one forward-mode pass over a batch gives it for every row at once, where
-reverse mode takes a pass for each row. Costs one copy of We in the shape of the base weights, and no gradient.
+reverse mode takes a pass for each row. No gradient is there, and of We, which may be on another device or in a file,
+what belongs to the modules that are at work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradiend_dist.distributed.devices import to_device
@@ -22,6 +25,7 @@ from gradiend_dist.gradients.base import LOSS_WEIGHTS, BaseGradients
 from gradiend_dist.gradients.cloze import Cloze, ClozeBatch
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.model.gradiend import GradiendModel
+from gradiend_dist.space import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -62,26 +66,109 @@ def _loss_derivatives(
 ) -> list[Tensor]:
     """Derivative of each row's mean cross-entropy along `direction`, for each set of questions on the same input."""
     batch = ClozeBatch.of(read, base.pad_id, base.device)
+    base.logits_at.prepare(batch)
     # Fused attention kernels have no forward mode; the plain one does.
     with _only_level, forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), base.precision():
-        logits = base.logits_at(batch, parameters=_moving_weights(base, direction))
+        logits = _along(base, direction, batch)
         log_probability = F.log_softmax(logits.float(), dim=-1)
         tangent = forward_ad.unpack_dual(log_probability).tangent
     assert tangent is not None, "the head depends on at least one weight of the space"
     return [_row_means(-tangent, clozes, batch.rows) for clozes in asked]
 
 
-def _moving_weights(base: BaseGradients, direction: Tensor) -> dict[str, Tensor]:
-    """The base weights, each with its share of the direction as tangent."""
-    moving = {}
-    for weight, parameter, indices in base.weights:
-        selected = direction[weight.offset : weight.stop].to(parameter.device, parameter.dtype)
+def _along(base: BaseGradients, direction: Tensor, batch: ClozeBatch) -> Tensor:
+    """The logits while the weights move along `direction`.
+
+    A weight moves while a module that owns it is called. Some are used by a module around that one, which is not
+    called then: those move all the time, as soon as they are known.
+    """
+    with _moving(base, direction) as moving:
+        logits = base.logits_at(batch)
+    resting = moving.resting()
+    if resting <= base.always_moving:
+        return logits
+    base.always_moving |= resting
+    with _moving(base, direction):
+        return base.logits_at(batch)
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A weight as an attribute of a module that owns it."""
+
+    module: nn.Module
+    attribute: str
+    weight: Weight
+    parameter: nn.Parameter
+    indices: Tensor | None
+
+
+class _Moving:
+    """The weights of the space as they move, put over the modules' own ones and taken away again."""
+
+    def __init__(self, base: BaseGradients, direction: Tensor) -> None:
+        self.direction, self.called = direction, set[nn.Module]()
+        known = {id(parameter): (weight, parameter, indices) for weight, parameter, indices in base.weights}
+        self.owned = [
+            _Owned(module, attribute, *known[id(parameter)])
+            for module in base.model.modules()
+            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if id(parameter) in known
+        ]
+        self.always = [one for one in self.owned if one.module in base.always_moving]
+        self.in_calls: dict[nn.Module, list[_Owned]] = {}
+        for one in self.owned:
+            self.in_calls.setdefault(one.module, [])
+            if one.module not in base.always_moving:
+                self.in_calls[one.module].append(one)
+
+    def resting(self) -> set[nn.Module]:
+        """Owners that were not called."""
+        return self.in_calls.keys() - self.called
+
+    def put(self, owned: Sequence[_Owned]) -> None:
+        for one in owned:
+            # An attribute of the object itself is found before the parameter of that name.
+            vars(one.module)[one.attribute] = self._moved(one)
+
+    @staticmethod
+    def take_away(owned: Sequence[_Owned]) -> None:
+        for one in owned:
+            vars(one.module).pop(one.attribute, None)
+
+    def _moved(self, one: _Owned) -> Tensor:
+        """With its share of the direction as tangent."""
+        weight, parameter = one.weight, one.parameter
+        selected = self.direction[weight.offset : weight.stop].to(parameter.device, parameter.dtype)
         tangent = selected
-        if indices is not None:
+        if one.indices is not None:
             tangent = torch.zeros(weight.numel, dtype=parameter.dtype, device=parameter.device)
-            tangent[indices] = selected
-        moving[weight.name] = forward_ad.make_dual(parameter.detach(), tangent.view(weight.shape))
-    return moving
+            tangent[one.indices] = selected
+        return forward_ad.make_dual(parameter.detach(), tangent.view(weight.shape))
+
+
+@contextlib.contextmanager
+def _moving(base: BaseGradients, direction: Tensor) -> Iterator[_Moving]:
+    """Inside, each module that is called has its weights moving."""
+    moving = _Moving(base, direction)
+
+    def put(module: nn.Module, _args: object) -> None:
+        moving.called.add(module)
+        moving.put(moving.in_calls[module])
+
+    def take_away(module: nn.Module, _args: object, _output: object) -> None:
+        moving.take_away(moving.in_calls[module])
+
+    hooks = []
+    for module in moving.in_calls:
+        hooks += [module.register_forward_pre_hook(put), module.register_forward_hook(take_away)]
+    try:
+        moving.put(moving.always)
+        yield moving
+    finally:
+        moving.take_away(moving.owned)
+        for hook in hooks:
+            hook.remove()
 
 
 def _row_means(values: Tensor, clozes: list[Cloze], rows: Tensor) -> Tensor:

@@ -165,6 +165,7 @@ class GradientSource:
         """The gradients of these items: from the store, where they are kept for later, or computed and forgotten piece
         by piece, see `BaseGradients.hand_out`. With `whole_items`, each rank computes items of its own."""
         if not self.will_keep(items, kinds):
+            self.store.misses += len(items)
             self.base.hand_out(items, kinds, deliver, complete=complete)
             return
         if whole_items:

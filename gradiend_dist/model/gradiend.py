@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -78,7 +79,9 @@ class GradiendModel(nn.Module):
         device_decoder: Any = None,
         generator: torch.Generator | None = None,
         initialize: bool = True,
+        new_weights: Callable[[int], Tensor] | None = None,
     ) -> None:
+        """`new_weights` makes room for so many numbers of each tensor of size n; None: memory of its device."""
         super().__init__()
         require_choice("activation_encoder", activation_encoder, ACTIVATIONS)
         require_choice("activation_decoder", activation_decoder, ACTIVATIONS)
@@ -89,6 +92,8 @@ class GradiendModel(nn.Module):
         assert self.slices.total == input_dim, f"slices of {self.slices.total} entries for n = {input_dim}"
         width = self.slices.size
         encoder_at, decoder_at = device_encoder or device or "cpu", device_decoder or device or "cpu"
+        if new_weights is not None:
+            encoder_at = decoder_at = "meta"
         self.encoder = nn.Sequential(
             Projection(width, latent_dim, bias=True, device=encoder_at, dtype=torch_dtype),
             ACTIVATION_MODULES[activation_encoder](),
@@ -97,8 +102,22 @@ class GradiendModel(nn.Module):
             Projection(latent_dim, width, bias=bias_decoder, device=decoder_at, dtype=torch_dtype),
             ACTIVATION_MODULES[activation_decoder](),
         )
+        if new_weights is not None:
+            self._lay_out(new_weights)
         if initialize:
             self.reset_parameters(generator)
+
+    def _lay_out(self, new_weights: Callable[[int], Tensor]) -> None:
+        """On the host: tensors of size n where `new_weights` puts them."""
+
+        def of_shape(unset: Tensor) -> nn.Parameter:
+            return nn.Parameter(new_weights(unset.numel()).view(unset.shape))
+
+        encoder, decoder = self.encoder_linear, self.decoder_linear
+        encoder.weight, encoder.bias = of_shape(encoder.weight), nn.Parameter(torch.zeros(self.latent_dim))
+        decoder.weight = of_shape(decoder.weight)
+        if self.bias_decoder:
+            decoder.bias = of_shape(decoder.bias)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

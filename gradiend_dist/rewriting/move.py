@@ -32,6 +32,7 @@ from gradiend_dist.engines.rounding import folded, mix, store_rounded
 from gradiend_dist.errors import UserError
 from gradiend_dist.rewriting.step import Step
 from gradiend_dist.space import Weight
+from gradiend_dist.storage.vectors import VectorPlace
 from gradiend_dist.storage.weight_file import shapes
 
 # Of 32 random bits those that decide about the part of a float32 that bfloat16 has no room for.
@@ -243,7 +244,12 @@ class InPlace(AbstractContextManager["InPlace"]):
     """
 
     def __init__(
-        self, base_model: nn.Module, weights: Sequence[Weight], vectors: Vectors, scaling: Scaling | None = None
+        self,
+        base_model: nn.Module,
+        weights: Sequence[Weight],
+        vectors: Vectors,
+        scaling: Scaling | None = None,
+        place: VectorPlace | None = None,
     ) -> None:
         self.base_model, self.vectors, self.scaling = base_model, vectors, scaling
         reshard(base_model)
@@ -253,8 +259,21 @@ class InPlace(AbstractContextManager["InPlace"]):
             flat = flat_entries(parameters[weight.name])
             indices = None if weight.selected is None else weight.selected.to(flat.device)
             self._places.append((weight, flat, indices))
-        self._originals = [flat.clone() if indices is None else flat[indices] for _, flat, indices in self._places]
+        place = place or VectorPlace(next(base_model.parameters()).device)
+        self._originals = self._copies(place)
         self._factors: dict[Step, Factors] = {}
+
+    def _copies(self, place: VectorPlace) -> list[Tensor]:
+        """Of the entries that are moved, those of each dtype in one piece."""
+        sizes: dict[torch.dtype, int] = {}
+        for weight, flat, _ in self._places:
+            sizes[flat.dtype] = sizes.get(flat.dtype, 0) + weight.num_selected
+        rooms, copies = {dtype: place.empty(size, dtype) for dtype, size in sizes.items()}, []
+        for weight, flat, indices in self._places:
+            room = rooms[flat.dtype]
+            copy, rooms[flat.dtype] = room[: weight.num_selected], room[weight.num_selected :]
+            copies.append(copy.copy_(flat if indices is None else flat[indices]))
+        return copies
 
     @torch.no_grad()
     def move(self, step: Step) -> None:
@@ -285,7 +304,7 @@ class InPlace(AbstractContextManager["InPlace"]):
     def _pieces(self, step: Step) -> Iterator[tuple[tuple[Weight, Tensor, Tensor | None], tuple[slice, Piece]]]:
         """Of the model as it was: (place, (entries of the place, piece))."""
         for number, (place, original) in enumerate(zip(self._places, self._originals, strict=True)):
-            for piece in pieces_of(number, place[0], original, self.vectors, step):
+            for piece in pieces_of(number, place[0], original, self.vectors, step, device=place[1].device):
                 yield place, piece
 
     def _fitted(self, step: Step) -> Factors | None:
@@ -303,7 +322,7 @@ class InPlace(AbstractContextManager["InPlace"]):
             if indices is None:
                 flat.copy_(original)
             else:
-                flat[indices] = original
+                flat[indices] = original.to(flat.device)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
@@ -318,18 +337,27 @@ def pieces_of(
     vectors: Vectors,
     of: Step,
     indices: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[slice, Piece]]:
-    """(place among the weight's selected entries, piece); `indices` say which of `entries` these are, None: all."""
-    for inside in chunks(weight.num_selected, entries.device):
+    """(place among the weight's selected entries, piece); `indices` say which of `entries` these are, None: all.
+
+    Pieces are on `device`; None: where the entries are.
+    """
+    device = device or entries.device
+    for inside in chunks(weight.num_selected, device):
         where = slice(weight.offset + inside.start, weight.offset + inside.stop)
-        step = direction(vectors, where, of).to(entries.device)
+        step = direction(vectors, where, of).to(device)
         own = entries[inside] if indices is None else entries[indices[inside].to(entries.device)]
+        own = own.to(device)
         selected = inside if weight.selected is None else weight.selected[inside]
         yield inside, Piece(number, where, step, own, Places(weight.base_offset, selected))
 
 
 def scaled_step(piece: Piece, factors: Factors | None) -> Tensor:
-    return piece.step if factors is None else piece.step * factors.at(piece.weight, piece.where)
+    if factors is None:
+        return piece.step
+    factor = factors.at(piece.weight, piece.where)
+    return piece.step * (factor.to(piece.step.device) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()

@@ -232,11 +232,13 @@ def load_gradiend(
     *,
     comm: Comm | None = None,
     slices: Callable[[ParameterSpace], Slices] | None = None,
+    mapped: bool = False,
     **devices: Any,
 ) -> ParamMappedGradiendModel:
     """Encoder, decoder and parameter space of a model directory, without its base model.
 
-    With `comm`, all ranks call this together; with `slices`, each reads only what that gives of the space.
+    With `comm`, all ranks call this together; with `slices`, each reads only what that gives of the space. `mapped`: on
+    the host the weights stay in their file until they are asked for, and are not copied.
     """
     comm, path = comm or Comm(), Path(path)
     all_see_it = everyone_sees(path / MODEL_CONFIG, comm)
@@ -244,6 +246,8 @@ def load_gradiend(
     architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
     if not all_see_it:
         architecture, space = comm.decide((architecture, space))
+    if mapped:
+        devices = {"device": "meta"}
     model = _empty_gradiend(architecture, space, slices=None if slices is None else slices(space), **devices)
     if not model.slices.is_whole:
         restore_weights(model, path, comm)
@@ -254,7 +258,7 @@ def load_gradiend(
             f"{path} was trained with the reference's activation_encoder=id, which encodes every input as 0."
         )
     try:
-        model.load_state_dict(tensors)
+        model.load_state_dict(tensors, assign=mapped)
     except RuntimeError as error:
         raise UserError(
             f"{path / WEIGHTS} does not fit {MODEL_CONFIG}: {' '.join(str(error).split())[:200]}."

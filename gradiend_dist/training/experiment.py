@@ -133,11 +133,10 @@ class Experiment(ExperimentPaths):
     def session(self) -> Session:
         """Base model, tokenizer and gradients, loaded once. All ranks ask for it first together."""
         if self._session is None:
-            cache_dir = self._root / "cache" / "gradients" if self.args.use_cached_gradients else None
             model = self.model
             if isinstance(model, str) and is_model_directory(model):
                 model = ModelWithGradiend.from_pretrained(model)
-            self._session = Session.open(self.args, self.data, model, cache_dir)
+            self._session = Session.open(self.args, self.data, model, self._root)
         return self._session
 
     @property

@@ -116,7 +116,7 @@ class TrainingInputs:
             config,
             seed=seed,
             behaviour=self.session.args.behaviour,
-            device=self.session.device_for(base.largest_slices),
+            place=self.session.vectors,
         )
         return self.session.space.select(keep)
 
@@ -160,8 +160,7 @@ class TrainingInputs:
 
         if known is None:
             gradients = RankingGradients(base, kept) if one_pass else computed(base, config.source)
-            device = self.session.device_for(2 * base.largest_slices)
-            keep = pre_prune_by_items(gradients, items, labels, config, args.behaviour, device=device)
+            keep = pre_prune_by_items(gradients, items, labels, config, args.behaviour, place=self.session.vectors)
         else:
             keep = known.positions_in(self.session.space)
         space = known or self.session.space.select(keep)

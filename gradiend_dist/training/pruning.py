@@ -24,6 +24,7 @@ from gradiend_dist.model.entries import count_to_keep
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.space import Slices
+from gradiend_dist.storage.vectors import VectorPlace
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ KEY_BITS = 32
 
 DIGIT_BITS = 16
 
-HOST = torch.device("cpu")
+HOST = VectorPlace(torch.device("cpu"))
 
 # Entries that are looked at together; some fifty bytes each are in memory for a moment.
 PIECE = 2**22
@@ -47,14 +48,14 @@ def pre_prune(
     *,
     seed: int,
     behaviour: Behaviour,
-    device: torch.device = HOST,
+    place: VectorPlace = HOST,
 ) -> Tensor:
     """Positions of the space to keep: those with the largest |mean gradient| over a few single-row examples.
 
     The mean of single-row gradients is the gradient of the mean of their losses, so one backward pass serves all
     examples of a micro-batch. The mean is taken within each direction, and the sizes are added: a diff changes its
     sign with the direction, and a mean over both would rank highest what does not depend on the feature.
-    Sizes are added up on `device`. All ranks call this.
+    Sizes are added up at `place`. All ranks call this.
     """
     seed = config.seed if config.seed is not None else seed
     positions = sample_positions(rows, config.n_samples, seed, by_row_number=behaviour.pre_prune_by_row_number)
@@ -65,7 +66,7 @@ def pre_prune(
     table = ItemRows(rows, base.objective)
     items = [table.item(group, per_row_mean=True) for group in groups if group]
 
-    return keep_largest(computed(base, config.source), [[item] for item in items], config, behaviour, device=device)
+    return keep_largest(computed(base, config.source), [[item] for item in items], config, behaviour, place=place)
 
 
 def pre_prune_by_items(
@@ -75,12 +76,12 @@ def pre_prune_by_items(
     config: PrePruneConfig,
     behaviour: Behaviour,
     *,
-    device: torch.device = HOST,
+    place: VectorPlace = HOST,
 ) -> Tensor:
     """The same by items of training. All ranks call this."""
     pairs = list(zip(items, labels, strict=True))
     groups = [[item for item, label in pairs if label == direction] for direction in (1.0, -1.0)]
-    return keep_largest(gradients, [group for group in groups if group], config, behaviour, device=device)
+    return keep_largest(gradients, [group for group in groups if group], config, behaviour, place=place)
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,14 @@ def keep_largest(
     config: PrePruneConfig,
     behaviour: Behaviour,
     *,
-    device: torch.device = HOST,
+    place: VectorPlace = HOST,
 ) -> Tensor:
-    """Positions of the largest sums of sizes, over all ranks, added up on `device`. All ranks call this."""
+    """Positions of the largest sums of sizes, over all ranks, added up at `place`. All ranks call this."""
     base = gradients.base
     keep = select_over_ranks(
         base.comm,
         base.slices,
-        sum_of_sizes(gradients, groups, device),
+        sum_of_sizes(gradients, groups, place),
         threshold=config.threshold,
         topk=config.topk,
         in_float32=behaviour.topk_in_float32,
@@ -274,15 +275,15 @@ def _total(comm: Comm, count: int) -> int:
     return int(comm.total_on_host(torch.tensor([count])))
 
 
-def sum_of_sizes(gradients: RankingGradients, groups: Sequence[Sequence[Item]], device: torch.device) -> Tensor:
-    """Mean over the groups of |mean gradient of the group's items|, of this rank's slices, on `device`.
+def sum_of_sizes(gradients: RankingGradients, groups: Sequence[Sequence[Item]], place: VectorPlace) -> Tensor:
+    """Mean over the groups of |mean gradient of the group's items|, of this rank's slices, at `place`.
 
     There it takes one vector, and where a group has several items a second one, for their mean.
     All ranks call this.
     """
     base = gradients.base
-    total = torch.zeros(base.slices.size, device=device)
-    mean = torch.zeros_like(total) if any(len(group) > 1 for group in groups) else None
+    total = place.zeros(base.slices.size)
+    mean = place.zeros(base.slices.size) if any(len(group) > 1 for group in groups) else None
     for group in groups:
         share = 1.0 / len(group)
 
@@ -290,15 +291,14 @@ def sum_of_sizes(gradients: RankingGradients, groups: Sequence[Sequence[Item]], 
             _item: int, into: list[tuple[str, float]], where: slice, entries: Tensor, share: float = share
         ) -> None:
             ((_, factor),) = into
-            entries = entries.to(device)
             if mean is None:
-                total[where].add_(entries.abs(), alpha=abs(factor) / len(groups))
+                total[where].add_(entries.to(total.device).abs(), alpha=abs(factor) / len(groups))
             else:
-                mean[where].add_(entries, alpha=factor * share)
+                mean[where].add_(entries.to(mean.device), alpha=factor * share)
 
         gradients.hand_out(group, take)
         if mean is not None:
-            total.add_(mean.abs_(), alpha=1.0 / len(groups))
+            total.add_(mean.abs_().to(total.device), alpha=1.0 / len(groups))
             mean.zero_()
         # A number that is not finite stays one in the sum.
         if not base.comm.all_agree(_is_finite(total)):

@@ -26,7 +26,7 @@ class Given:
     def __init__(self, sources: Tensor, targets: Tensor, *, kept: bool = True) -> None:
         self.sources, self.targets, self.calls, self.kept = sources, targets, 0, kept
         part = Slices.whole(sources.shape[1])
-        self.base = SimpleNamespace(comm=Comm(), slices=part, device=torch.device("cpu"), hand_out=self.hand_out)
+        self.base = SimpleNamespace(comm=Comm(), slices=part, device=torch.device("cpu"))
 
     def will_keep(self, _items: Any, _kinds: Any) -> bool:
         return self.kept

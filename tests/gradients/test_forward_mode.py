@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from test_gradients import ROWS, Base
+from torch import Tensor
 
 from gradiend_dist import TextPredictionTrainer, TrainingArguments
 from gradiend_dist.demo import reflexive_data
 from gradiend_dist.gradients.forward_mode import encode_rows
 from gradiend_dist.gradients.items import ItemRows
+from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.training.evaluator import SeedEvaluator
 
 
@@ -56,6 +60,27 @@ def test_encode_rows__words_of_several_pieces(masked_lm: Path) -> None:
     with torch.no_grad():
         expected = torch.cat([gradiend.forward_encoder(base.compute(item, ["diff"])["diff"][None]) for item in items])
     assert torch.allclose(encode_rows(base, items, "diff", gradiend, 3), expected, rtol=1e-4, atol=3e-6)
+
+
+def test_encode_rows__weights_that_are_used_without_a_call_move_as_well() -> None:
+    """Fails if a weight moves only while its module is called: some are used by the module around it."""
+    bert = Base("bert")
+    gradients, item = bert.gradients(), bert.item(ROWS[:1])
+    model = ParamMappedGradiendModel(bert.space, generator=torch.Generator().manual_seed(1))
+    expected = encode_rows(gradients, [item], "diff", model, 1)
+    dense = bert.model.bert.encoder.layer[0].output.dense
+    around = bert.model.bert.encoder.layer[0].output
+
+    def without_call(hidden: Tensor, entered: Tensor) -> Tensor:
+        return around.LayerNorm(F.linear(hidden, dense.weight, dense.bias) + entered)
+
+    called, around.forward = around.forward, without_call
+    try:
+        assert torch.equal(encode_rows(gradients, [item], "diff", model, 1), expected)
+        assert dense in gradients.always_moving
+    finally:
+        around.forward = called
+    assert "weight" not in vars(dense)
 
 
 def test_evaluation__without_room_for_gradients_gives_the_same_scores(

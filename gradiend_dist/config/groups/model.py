@@ -64,6 +64,9 @@ class DeviceArguments:
     """Device of the base model."""
     encoder_decoder_same_device: bool = False
     """On 2+ GPUs: encoder and decoder on 0, base on 1."""
+    offload: bool = False
+    """Keep encoder, decoder and all else that has a number for each base weight in files on the host, mapped into
+    memory as far as there is room: a device then holds the base model alone. One process."""
     ddp_timeout: int = 1800
     """Seconds after which a rank that does not answer ends the run."""
     use_cached_gradients: bool = False
@@ -73,4 +76,10 @@ class DeviceArguments:
 
     def check(self) -> None:
         require_positive("ddp_timeout", self.ddp_timeout)
+        placed = self.device_encoder or self.device_decoder or self.encoder_decoder_same_device
+        require(
+            not (self.offload and placed),
+            "offload puts encoder and decoder on the host: leave device_encoder, device_decoder and "
+            "encoder_decoder_same_device out, or offload.",
+        )
         require_positive("gradient_store_gib", self.gradient_store_gib, zero=True)
