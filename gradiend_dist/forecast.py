@@ -20,8 +20,10 @@ from gradiend_dist.memory import (
     Need,
     Run,
     encoder_and_decoder,
+    in_steps,
     need_fsdp,
     need_of_base,
+    need_offloaded,
     need_placed,
     need_sliced,
     need_zero,
@@ -75,7 +77,15 @@ def run_of(base: Base, args: TrainingArguments, tokens: int) -> Run:
         seeds=args.max_seeds if args.seeds_in_parallel else 1,
         spectral_items=args.spectral_items if args.looks_at_items else 0,
     )
-    return Run(base, head, args.train_batch_size, tokens, recomputes=args.gradient_checkpointing)
+    return Run(
+        base,
+        head,
+        args.train_batch_size,
+        tokens,
+        recomputes=args.gradient_checkpointing,
+        has_steps=args.max_steps != 0,
+        offloads=args.offload,
+    )
 
 
 def need_of(run: Run, launch: Launch, placement: Placement, micro_batch_size: int | None, room: float) -> Need:
@@ -119,9 +129,11 @@ def need_with_seeds(need: Callable[[Run], Need], run: Run, args: TrainingArgumen
 
 def _need_beside_base(run: Run, placement: Placement) -> Need:
     """Of a single process: encoder and decoder count where they share the base model's device."""
+    if run.offloads:
+        return need_offloaded(run)
     on_base = [device == placement.base_model for device in (placement.encoder, placement.decoder)]
     if all(on_base):
         return need_placed(run, gpus=1)
-    head, whole = run.head, sliced(run.head, run.head.n)
+    head, whole = run.head, in_steps(run, sliced(run.head, run.head.n))
     vectors = sum(share for share, here in zip(encoder_and_decoder(head), on_base, strict=True) if here)
     return together(need_of_base(run), share_of(whole, head, vectors))

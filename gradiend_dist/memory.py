@@ -21,9 +21,13 @@ Between two steps the base model works, and needs at that time instead of the st
     sketch        4 bytes x 12 held-out items x min(p, 2^20), when the decoder's share of the target is first measured
                   (n > 2^20: 2^20 numbers on every rank)
 
-The peak is the larger of the two times, or that of pre-pruning: base, 4 bytes per own entry of the whole space (zero:
-of an even slice of it; 8 where the items of a spectral start rank the weights), base buffers, activations; or that of a
-spectral start, before there are moments: the rest, and a sketch of each kind of all its items.
+The peak is the larger of the two times, or that of a spectral start, before there are moments, x and y: the rest, and a
+sketch of each kind of all its items. A run without a step has no moments, x and y at all.
+
+Pre-pruning has 4 bytes per own entry of the whole space (zero: of an even slice of it; 8 where the items of a spectral
+start rank the weights), on a GPU that has room for them, else on the host: they count in `peak_on_host` alone.
+
+Offloaded, a device has the base model, base buffers, activations and sketches; what else there is is in mapped files.
 """
 
 from __future__ import annotations
@@ -49,8 +53,8 @@ CHUNKS_AT_ONCE = 3
 # freed chunks that malloc keeps (measured: 2 to 8 MB).
 PROCESS_ON_CPU = 6_000_000
 
-# Per own entry of the whole space while `pruning.sum_of_sizes` works: one float32 vector on the device, and, where it
-# ranks by several items of a direction, their mean.
+# Per own entry of the whole space while `pruning.sum_of_sizes` works: one float32 vector, and, where it ranks by
+# several items of a direction, their mean.
 PRE_PRUNE_BYTES = 4
 
 PRE_PRUNE_BYTES_BY_ITEMS = 8
@@ -124,7 +128,7 @@ class Need:
     spectral: int = 0
     """Sketches of a spectral start: 0 without."""
     pre_prune: int = 0
-    """Vectors of pre-pruning: 0 without."""
+    """Vectors of pre-pruning, on the host where the GPU has no room for them; 0 without."""
     host: int = 0
     """Host memory of a rank: what is offloaded, a state while it is being saved, indices."""
     sent: int = 0
@@ -140,10 +144,13 @@ class Need:
 
     @property
     def peak(self) -> int:
-        work = self.base_buffers + self.activations
-        pruning = self.base + self.pre_prune + work if self.pre_prune else 0
-        start = self.resident - self.moments + self.spectral + work if self.spectral else 0
-        return max(self.resident + self.buffers, pruning, start)
+        start = self.base + self.weights + self.indices + self.spectral + self.base_buffers + self.activations
+        return max(self.resident + self.buffers, start if self.spectral else 0)
+
+    @property
+    def peak_on_host(self) -> int:
+        """Where the host is the device as well."""
+        return max(self.peak, self.base + self.pre_prune + self.base_buffers + self.activations)
 
 
 # --- encoder and decoder
@@ -291,6 +298,10 @@ class Run:
     tokens: int
     recomputes: bool = False
     """Layers are computed again in the backward pass."""
+    has_steps: bool = True
+    """Or it is a closed form alone."""
+    offloads: bool = False
+    """What has a number for each base weight is in mapped files."""
 
     @property
     def is_pruned(self) -> bool:
@@ -299,19 +310,29 @@ class Run:
 
 def need_of_base(run: Run) -> Need:
     """The base model of a single process, on a GPU of its own."""
-    gradients = Need(gradients=4 * run.head.n * run.head.kinds * run.head.items)
+    gradients = Need(gradients=4 * run.head.n * run.head.kinds * run.head.items if run.has_steps else 0)
     return with_base(gradients, run, 1, run.head.n, run.base.n, base_buffers=single_gradient(run.base))
+
+
+def need_offloaded(run: Run) -> Need:
+    """The GPU of a single process whose vectors are in files; `host` is what is in these."""
+    whole, base = in_steps(run, sliced(run.head, run.head.n)), need_of_base(run)
+    return replace(base, host=whole.weights + whole.moments + base.pre_prune + base.host)
+
+
+def in_steps(run: Run, need: Need) -> Need:
+    """The same without what only steps need, if there are none."""
+    return need if run.has_steps else replace(need, moments=0, gradients=0, step_buffers=0, sent=0)
 
 
 def need_placed(run: Run, gpus: int) -> Need:
     """The fullest of 1, 2 or 3 GPUs in a single process, placed as `devices.place` says."""
     head, model = run.head, need_of_base(run)
-    whole = sliced(head, head.n)
+    whole = in_steps(run, sliced(head, head.n))
     if gpus == 1:
         return together(model, replace(whole, gradients=0))
-    encoder, decoder = (
-        share_of(whole, head, vectors, gradients=4 * head.n * head.items) for vectors in encoder_and_decoder(head)
-    )
+    gradients = 4 * head.n * head.items if run.has_steps else 0
+    encoder, decoder = (share_of(whole, head, vectors, gradients=gradients) for vectors in encoder_and_decoder(head))
     two = [together(model, replace(encoder, gradients=0)), decoder]
     fullest = max(two if gpus == 2 else [encoder, decoder, model], key=lambda need: need.peak)
     return replace(fullest, host=whole.host + model.host, sent=4 * head.n * head.items * (gpus - 1))
@@ -366,7 +387,13 @@ def need_sliced(run: Run, ranks: int) -> Need:
     buffers = single_gradient(base) + bytes_in_flight(base.weight_sizes, ranks, everyone_all=False)
     sent = head.items * head.kinds * all_gather(4 * head.n, ranks)
     return with_base(
-        sliced(head, slice_size), run, ranks, slice_size, -(-base.n // ranks), base_buffers=buffers, sent=sent
+        in_steps(run, sliced(head, slice_size)),
+        run,
+        ranks,
+        slice_size,
+        -(-base.n // ranks),
+        base_buffers=buffers,
+        sent=sent,
     )
 
 
@@ -377,7 +404,13 @@ def need_fsdp(run: Run, ranks: int) -> Need:
     slice_size = -(-unpruned_slice * head.n // base.n)
     sent = head.items * fsdp_sent(base, ranks, head.kinds)
     need = with_base(
-        sliced(head, slice_size), run, ranks, slice_size, unpruned_slice, base_buffers=fsdp_buffers(base), sent=sent
+        in_steps(run, sliced(head, slice_size)),
+        run,
+        ranks,
+        slice_size,
+        unpruned_slice,
+        base_buffers=fsdp_buffers(base),
+        sent=sent,
     )
     return replace(need, base=fsdp_base(base, ranks), indices=8 * slice_size if run.is_pruned else 0)
 
@@ -387,7 +420,7 @@ def need_zero(run: Run, stage: int, ranks: int, *, offload: bool = False) -> Nee
     base, head = run.base, run.head
     buffers = single_gradient(base) + bytes_in_flight(base.weight_sizes, ranks, everyone_all=True)
     sent = head.items * head.kinds * all_reduce(4 * head.n, ranks)
-    need = zero(head, stage, ranks, offload=offload)
+    need = in_steps(run, zero(head, stage, ranks, offload=offload))
     return with_base(need, run, ranks, head.n, -(-base.n // ranks), base_buffers=buffers, sent=sent)
 
 

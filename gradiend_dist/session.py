@@ -237,7 +237,8 @@ class Session:
         run = run_of(base_of(self.base_model, self.space, dtype.itemsize), args, self.longest_row)
         free = self.free_on_every_rank(device)
         need = need_with_seeds(lambda planned: self._need_of(planned, free), run, args, free)
-        return left_for_store(free, need.peak - need.base, device)
+        peak = need.peak_on_host if device.type == "cpu" and not args.offload else need.peak
+        return left_for_store(free, peak - need.base, device)
 
     def _need_of(self, run: Run, free: float) -> Need:
         """`free` beside the base model, which is there."""

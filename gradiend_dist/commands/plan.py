@@ -27,13 +27,29 @@ from gradiend_dist.config.documents import DocumentError, parse_json, read_text
 from gradiend_dist.engines.deepspeed_config import fits_zero
 from gradiend_dist.errors import UserError, exit_code
 from gradiend_dist.forecast import USABLE, base_of, num_weights, rows_at_once, run_of
-from gradiend_dist.memory import Base, Head, Need, Run, need_fsdp, need_placed, need_sliced, need_zero, sliced
+from gradiend_dist.memory import (
+    Base,
+    Head,
+    Need,
+    Run,
+    need_fsdp,
+    need_offloaded,
+    need_placed,
+    need_sliced,
+    need_zero,
+    sliced,
+)
 from gradiend_dist.model.base import load_base_config, skeleton_of
 from gradiend_dist.model.config_check import WHILE_BUILDING, check_files_hold, check_sizes, check_values, reason
 from gradiend_dist.model.entries import count_to_keep
 from gradiend_dist.space import ParameterSpace
 
 GIB = 2**30
+
+SPECTRAL_ITEMS = TrainingArguments.spectral_items
+
+# What a closed form has where nothing else is asked for.
+SPECTRAL_ITEMS = TrainingArguments().spectral_items
 
 # Bytes of a weight.
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,7 +76,8 @@ class Forecast:
 
     @property
     def disk(self) -> int:
-        return self.num_models * self.model_size
+        """Results, and the mapped files of a run that offloads."""
+        return self.num_models * self.model_size + (need_offloaded(self.run).host if self.run.offloads else 0)
 
     def lines(self, need: Need) -> list[tuple[str, str]]:
         """`need` is that of a process of this launch."""
@@ -142,6 +159,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the longest row (64)")
     parser.add_argument(
         "--spectral_items", type=int, default=0, help="items of initialization=spectral; 0: a random start (0)"
+    )
+    parser.add_argument(
+        "--closed_form", action="store_true", help="no step is trained: max_steps=0, of 16 spectral_items by default"
     )
     parser.add_argument(
         "--gradient_checkpointing", action="store_true", help="layers are computed again in the backward pass"
@@ -231,15 +251,22 @@ def read_config(path: Path) -> Any:
 
 
 def lines_at(base: Base, topk: float, options: argparse.Namespace) -> Iterator[Line]:
-    trained = count_to_keep(topk, base.n)
+    trained, items = count_to_keep(topk, base.n), options.spectral_items
     head = Head(
         trained,
         options.latent_dim,
         items=options.gradiend_batch_size,
         seeds=options.seeds,
-        spectral_items=options.spectral_items,
+        spectral_items=items or (SPECTRAL_ITEMS if options.closed_form else 0),
     )
-    run = Run(base, head, options.train_batch_size, options.tokens, options.gradient_checkpointing)
+    run = Run(
+        base,
+        head,
+        options.train_batch_size,
+        options.tokens,
+        options.gradient_checkpointing,
+        has_steps=not options.closed_form,
+    )
     usable = USABLE * options.gpu_memory * GIB
     several_nodes = options.gpus > options.gpus_per_node
     for engine, launch, need in needs_of(run, options.gpus, usable, several_nodes=several_nodes):
@@ -252,6 +279,7 @@ def needs_of(run: Run, gpus: int, usable: float, *, several_nodes: bool) -> Iter
     nodes = "_nodes" if several_nodes else ""
     for count in range(1, min(gpus, 3) + 1):
         yield f"placed, {count} GPU{'s' if count > 1 else ''}", "single.yaml", need_placed(run, count)
+    yield "1 GPU, offload", "single.yaml", need_offloaded(run)
     if gpus == 1:
         return
     whole_items = replace(run, rows=rows_at_once(run, gpus, usable))
@@ -268,7 +296,7 @@ def recommended(lines: Sequence[Line], gpus: int) -> Line | None:
 
     A single process is for a single GPU: on more it leaves all but one idle at any time.
     """
-    order = ["placed, 1 GPU"] if gpus == 1 else ["sliced", "sliced, FSDP2 base", "zero3, offload"]
+    order = ["placed, 1 GPU", "1 GPU, offload"] if gpus == 1 else ["sliced", "sliced, FSDP2 base", "zero3, offload"]
     fitting = [line for line in lines if line.fits and line.engine in order]
     return min(fitting, key=lambda line: (-line.topk, order.index(line.engine)), default=None)
 
@@ -298,11 +326,12 @@ def as_table(name: str, base: Base, lines: Sequence[Line], best: Line | None, op
         f"{name}: {base.total:,} weights, {base.n:,} in the backbone's space; {options.dtype}, {options.gpus} GPUs of "
         f"{options.gpu_memory:g} GiB, {options.seeds} seed{'s' if options.seeds > 1 else ''} at once\n"
         "GiB of the fullest GPU (buffers: of a step or of a pass of the base, whichever is more; pruning: vectors of "
-        "pre-pruning, when weights, moments, x and y are not there yet; sketches: of held-out items or, before there "
+        "pre-pruning, on the host where there is no room for them; sketches: of held-out items or, before there "
         f"are moments, of a spectral start; fits: peak within {100 * USABLE:g} %, and for "
         "DeepSpeed no weight of 2^31 entries; store: what that leaves for "
         "gradients that are used again),\n"
-        "GiB sent per GPU and step with new gradients, GiB of host memory per rank while a state is saved\n"
+        "GiB sent per GPU and step with new gradients, GiB of host memory per rank while a state is saved (offload: "
+        "in mapped files, of which as much is in memory as there is room for; launch with offload: true)\n"
     )
     words = "" if best is not None else "\nNothing fits: use more GPUs, larger ones, or prune more (--pre_prune_topk)."
     return f"{head}\n{table(COLUMNS, rows)}{words}"

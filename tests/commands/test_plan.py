@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from gradiend_dist.memory import (
     bucket_sizes,
     fsdp_slice,
     need_fsdp,
+    need_offloaded,
     need_placed,
     need_sliced,
     need_zero,
@@ -167,6 +169,24 @@ def test_placed__puts_each_part_on_the_gpu_that_place_says():
         assert (need.weights, need.moments, need.gradients, need.base) == (8 * n * 50, 16 * n * 50, 4 * n, 0)
 
 
+def test_offloaded__leaves_the_base_model_alone_on_its_gpu():
+    """Fails if encoder, decoder, moments, x, y or vectors of pruning are counted on the device."""
+    for head in (planned(llama_base()).head, replace(planned(llama_base()).head, n=1000)):
+        run = replace(planned(llama_base()), head=replace(head, spectral_items=5), has_steps=False)
+        need = need_offloaded(run)
+        assert (need.weights, need.moments, need.gradients, need.step_buffers) == (0, 0, 0, 0)
+        work = need.base_buffers + need.activations + need.indices
+        assert need.peak == need.base + work + max(need.spectral, need.held_out)
+        assert need.host == 12 * head.n + need.pre_prune + need.indices
+
+
+def test_closed_form__has_no_moments_and_no_vectors_of_a_step():
+    run = planned(llama_base())
+    with_steps, without = need_placed(run, 1), need_placed(replace(run, has_steps=False), 1)
+    assert with_steps.weights == without.weights > 0 and with_steps.moments > 0
+    assert (without.moments, without.gradients, without.step_buffers) == (0, 0, 0)
+
+
 def test_sliced_and_fsdp__fall_with_the_number_of_ranks_and_zero_keeps_whole_gradients():
     run = planned(llama_base())
     for need_of in (need_sliced, need_fsdp):
@@ -180,7 +200,9 @@ def test_peak__is_the_largest_of_the_three_times():
     need = Need(base=10, weights=1, step_buffers=5, base_buffers=2, activations=1)
     assert need.peak == 16
     assert Need(base=10, weights=1, step_buffers=2, base_buffers=4, activations=3).peak == 18
-    assert Need(base=10, weights=1, step_buffers=5, base_buffers=2, pre_prune=100).peak == 112
+    pruning = Need(base=10, weights=1, step_buffers=5, base_buffers=2, pre_prune=100)
+    assert (pruning.peak, pruning.peak_on_host) == (16, 112)
+    assert Need(base=10, weights=1, moments=4, spectral=9, activations=3).peak == 23
 
 
 def test_sizes__of_a_huge_model_are_exact_integers():
@@ -197,7 +219,7 @@ def test_sizes__of_a_huge_model_are_exact_integers():
 def test_plan__prints_a_line_for_every_engine_and_level_and_marks_one(config_file, capsys):
     assert main(["plan", "--config_json", str(config_file), "--gpus", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if "accelerate_configs/" in line]) == 27
+    assert len([line for line in lines if "accelerate_configs/" in line]) == 30
     (best,) = [line for line in lines if "<- recommended" in line]
     assert best.startswith("all") and "multi_gpu.yaml" in best and " sliced " in best
 
