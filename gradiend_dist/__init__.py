@@ -13,7 +13,7 @@ _HOMES = {
     "TrainingArguments": "config.arguments",
     "PrePruneConfig": "config.pruning",
     "PostPruneConfig": "config.pruning",
-    "TextPredictionTrainer": "trainer",
+    "TextPredictionTrainer": "trainer.text_prediction",
     "TextPredictionConfig": "data.config",
     "GradiendModel": "model.gradiend",
     "ParamMappedGradiendModel": "model.gradiend",
@@ -23,6 +23,7 @@ _HOMES = {
     "LMSThresholdPolicy": "evaluation.selection",
     "LMSTimesMetricPolicy": "evaluation.selection",
     "UserError": "errors",
+    "MissingFile": "errors",
 }
 __all__ = [*_HOMES, "__version__"]
 

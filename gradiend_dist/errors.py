@@ -19,6 +19,10 @@ class UserError(ValueError):
     """
 
 
+class MissingFile(UserError, FileNotFoundError):
+    """A file or directory that is not there: users of the reference catch it as a FileNotFoundError."""
+
+
 class NotFinite(UserError):
     """A loss or gradient that is no number: the run stops before a weight is changed by it."""
 

@@ -78,14 +78,31 @@ class ModelWithGradiend:
     def from_pretrained(cls, load_directory: str | Path, **options: Any) -> ModelWithGradiend:
         """Load a saved GRADIEND model with its base model, or put a new one over a plain base model.
 
-        Options: `device`, `device_encoder`, `device_decoder`, `device_base_model`, `encoder_decoder_same_device`,
+        Options: `device`, `device_encoder`, `device_decoder`, `device_base_model` (or, as the reference has it,
+        `base_model_device`), `encoder_decoder_same_device`,
         `torch_dtype`, `trust_remote_code`, `base_model` (a model or path to use instead of the recorded one), and, for
         a plain base model, those of `create_model_with_gradiend`.
         """
 
+        if options.get("base_model_device") is not None:
+            options["device_base_model"] = options["base_model_device"]
+        options.pop("base_model_device", None)
         if is_model_directory(load_directory):
             return load_model(load_directory, cls, **options)
-        return create_model_with_gradiend(str(load_directory), **options)
+        return create_model_with_gradiend(str(load_directory), model_class=cls, **options)
+
+    def to(self, *args: Any, **kwargs: Any) -> ModelWithGradiend:
+        """Base model and GRADIEND to a device or dtype, as torch's modules; returns self."""
+        self.base_model.to(*args, **kwargs)
+        self.gradiend.to(*args, **kwargs)
+        self._gradients = None  # it knows the device
+        return self
+
+    def cpu(self) -> ModelWithGradiend:
+        return self.to("cpu")
+
+    def cuda(self, device: int | str | None = None) -> ModelWithGradiend:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     def save_pretrained(
         self,
@@ -248,13 +265,14 @@ def create_model_with_gradiend(
     device_decoder: str | None = None,
     device_base_model: str | None = None,
     encoder_decoder_same_device: bool = False,
+    model_class: type[ModelWithGradiend] = ModelWithGradiend,
     **options: Any,
 ) -> ModelWithGradiend:
     """A fresh GRADIEND model over a base model (a path, a hub id or a loaded model with its tokenizer).
 
     Each process makes one of its own: nothing is cut, no other rank is asked.
-    `param_map` restricts the weights by name or wildcard; `seed` fixes the start; further options go to
-    `ModelWithGradiend`.
+    `param_map` restricts the weights by name or wildcard; `seed` fixes the start; further options go to `model_class`,
+    `ModelWithGradiend` or one of its subclasses.
     """
     if isinstance(model, str):
         model, tokenizer = load_base_model(model, torch_dtype=torch_dtype, trust_remote_code=trust_remote_code)
@@ -278,9 +296,7 @@ def create_model_with_gradiend(
         device_decoder=placement.decoder,
         generator=None if seed is None else torch.Generator().manual_seed(seed),
     )
-    return ModelWithGradiend(
-        model.to(placement.base_model), gradiend, tokenizer, source=source, target=target, **options
-    )
+    return model_class(model.to(placement.base_model), gradiend, tokenizer, source=source, target=target, **options)
 
 
 def load_model(path: str | Path, cls: type[ModelWithGradiend], **options: Any) -> ModelWithGradiend:

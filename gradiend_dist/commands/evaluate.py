@@ -31,7 +31,7 @@ from gradiend_dist.evaluation.selection import WEAKEN, LMSTimesMetricPolicy, Sel
 from gradiend_dist.rewriting.step import SCALINGS
 from gradiend_dist.storage.layout import RUN_CONFIG
 from gradiend_dist.storage.model_dir import is_model_directory
-from gradiend_dist.trainer import TextPredictionTrainer
+from gradiend_dist.trainer.text_prediction import TextPredictionTrainer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

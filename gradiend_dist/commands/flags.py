@@ -19,10 +19,11 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from gradiend_dist.commands.plain_parser import PlainParser
-from gradiend_dist.config.checks import choices_of, is_union, shown
+from gradiend_dist.config.checks import choices_of, is_union, require, shown
 from gradiend_dist.config.documents import DocumentError, parse_yaml
 from gradiend_dist.config.fields import NO_FLAG, flag_type
-from gradiend_dist.config.mapping import read_config_file, unknown_key
+from gradiend_dist.config.foreign import OF_TRAINING, RENAMED, require_default, unknown_key
+from gradiend_dist.config.mapping import read_config_file
 from gradiend_dist.errors import UserError
 
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -69,14 +70,23 @@ class CommandParser(PlainParser, HfArgumentParser):
         config = before.parse_known_args(argv)[0].config
         if config is not None and reads_config:
             self._take_defaults_from(read_config_file(config), config)
-        values, unknown = self.parse_known_args(list(argv))
-        for flag in unknown:
-            if flag.startswith("--"):
-                name = flag.removeprefix("--").split("=")[0].replace("-", "_")
-                raise UserError(f"--{name}: {unknown_key(name, self.names())}")
-        if unknown:
-            raise UserError(f"{unknown[0]!r} is no flag and belongs to none: see --help.")
+        values, unknown = self.parse_known_args([_renamed(word) for word in argv])
+        self._require_known(unknown)
         return values
+
+    def _require_known(self, unknown: Sequence[str]) -> None:
+        """Flags that are none here may be those of others, at their defaults."""
+        words = list(unknown)
+        while words:
+            flag = words.pop(0)
+            require(flag.startswith("--"), f"{flag!r} is no flag and belongs to none: see --help.")
+            name, _, value = flag.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            if name not in OF_TRAINING:
+                raise UserError(f"--{name}: {unknown_key(name, self.names())}")
+            if "=" not in flag and words and not words[0].startswith("--"):
+                value = words.pop(0)
+            require_default(f"--{name}", structured(value or "true"), OF_TRAINING[name])
 
     def print_help_if_asked(self, argv: Sequence[str]) -> None:
         if "-h" in argv or "--help" in argv:
@@ -89,9 +99,20 @@ class CommandParser(PlainParser, HfArgumentParser):
             if action.dest != "help":
                 actions.setdefault(action.dest, action)  # the first one: --no_NAME of a switch is its second
         for name, value in values.items():
+            name = RENAMED.get(name, name)
+            if name in OF_TRAINING:
+                require_default(f"--config {path}: {name}", value, OF_TRAINING[name])
+                continue
             if name not in actions or name == "config":
                 raise UserError(f"--config {path}: {unknown_key(str(name), self.names())}")
             self.set_defaults(**{name: from_yaml(actions[name], value, path)})
+
+
+def _renamed(word: str) -> str:
+    """A flag that users know by another name."""
+    name, equals, value = word.removeprefix("--").partition("=")
+    known = RENAMED.get(name.replace("-", "_")) if word.startswith("--") else None
+    return word if known is None else f"--{known}{equals}{value}"
 
 
 def from_yaml(action: argparse.Action, value: Any, path: str) -> Any:

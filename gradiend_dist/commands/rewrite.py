@@ -16,7 +16,7 @@ from gradiend_dist.config.checks import require
 from gradiend_dist.config.fields import documented
 from gradiend_dist.rewriting.card import check_output, check_saving
 from gradiend_dist.storage.layout import MODEL_CARD
-from gradiend_dist.trainer import TextPredictionTrainer
+from gradiend_dist.trainer.text_prediction import TextPredictionTrainer
 
 
 @documented

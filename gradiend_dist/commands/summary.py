@@ -15,7 +15,7 @@ from gradiend_dist.engines.spread import Spread
 from gradiend_dist.forecast import left_for_store, need_of, need_with_seeds
 from gradiend_dist.report.records import Seed
 from gradiend_dist.storage.layout import SEED_REPORT
-from gradiend_dist.trainer import TextPredictionTrainer
+from gradiend_dist.trainer.text_prediction import TextPredictionTrainer
 from gradiend_dist.training.history import StepPlan
 from gradiend_dist.training.seeds import judge
 

@@ -29,7 +29,7 @@ from gradiend_dist.storage.provenance import git_hash, without_secrets
 
 if TYPE_CHECKING:
     from gradiend_dist.commands.plan import Forecast
-    from gradiend_dist.trainer import TextPredictionTrainer
+    from gradiend_dist.trainer.text_prediction import TextPredictionTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def run(command: Command, interrupt: Interrupt) -> int:
     """Train, or say what would be trained, and show the table. All ranks call this."""
     from gradiend_dist.commands import summary as report
     from gradiend_dist.report.plots import check_format
-    from gradiend_dist.trainer import TextPredictionTrainer
+    from gradiend_dist.trainer.text_prediction import TextPredictionTrainer
 
     trainer = TextPredictionTrainer(command.model, config=command.config, args=command.args)
     comm = trainer.comm
@@ -113,7 +113,7 @@ def run(command: Command, interrupt: Interrupt) -> int:
         if comm.is_first:
             print(report.one_seed(trainer))
         return 0
-    plot = trainer.plot_training_convergence(show=False) if draws else None
+    plot = trainer.plot_path or (trainer.plot_training_convergence(show=False) if draws else None)
     if comm.is_first:
         if not draws:
             logger.info('no plot was drawn: pip install "gradiend_dist[plot]" for one')

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from gradiend_dist.config.checks import check_types, require
 from gradiend_dist.config.compat import Behaviour, behaviour_of
 from gradiend_dist.config.fields import FLAG, documented
+from gradiend_dist.config.foreign import OF_TRAINING, TRANSLATED, accepting, from_hugging_face
 from gradiend_dist.config.groups.evaluation import EvaluationArguments
 from gradiend_dist.config.groups.feature import ClassArguments
 from gradiend_dist.config.groups.loop import LoopArguments
@@ -65,6 +66,7 @@ GROUPS: dict[str, Any] = {
 }
 
 
+@accepting(OF_TRAINING, from_hugging_face, TRANSLATED)
 @dataclass(kw_only=True)
 class TrainingArguments(
     RunArguments,

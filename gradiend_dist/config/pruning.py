@@ -8,8 +8,10 @@ from typing import Any
 from gradiend_dist.config.checks import check_seed, check_topk, check_types, require, require_positive
 from gradiend_dist.config.choices import Gradient, Part
 from gradiend_dist.config.fields import FLAG, NO_FLAG, documented
+from gradiend_dist.config.foreign import OF_POST_PRUNING, OF_PRE_PRUNING, accepting
 
 
+@accepting(OF_PRE_PRUNING)
 @documented
 @dataclass(kw_only=True)
 class PrePruneConfig:
@@ -39,6 +41,7 @@ class PrePruneConfig:
         )
 
 
+@accepting(OF_POST_PRUNING)
 @documented
 @dataclass(kw_only=True)
 class PostPruneConfig:

@@ -12,6 +12,7 @@ import pandas as pd
 
 from gradiend_dist.config.checks import check_path, fits
 from gradiend_dist.config.fields import FLAG, NO_FLAG, documented
+from gradiend_dist.config.foreign import OF_FEATURE, accepting
 from gradiend_dist.config.groups.feature import ClassArguments
 from gradiend_dist.data.splits import HELDOUT, GroupKey, Ratios, normalise_split
 from gradiend_dist.errors import UserError
@@ -22,6 +23,7 @@ SPLIT_COLUMN = "split"
 HIGHEST_DPI = 2400
 
 
+@accepting(OF_FEATURE)
 @documented
 @dataclass(kw_only=True)
 class TextPredictionConfig(ClassArguments):

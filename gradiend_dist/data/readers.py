@@ -14,7 +14,7 @@ import pandas as pd
 from gradiend_dist.config.checks import check_path
 from gradiend_dist.config.documents import DocumentError, parse_json
 from gradiend_dist.data.splits import normalise_split
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import MissingFile, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def as_local_path(value: str | Path, argument: str) -> Path | None:
     if path.exists():
         raise UserError(f"{argument}={str(value)!r} is a pipe or a device: give a regular file.")
     if isinstance(value, Path) or _looks_like_path(value):
-        raise UserError(f"{argument}={str(value)!r} does not exist: give an existing file or directory, or a hub id.")
+        raise MissingFile(f"{argument}={str(value)!r} does not exist: give an existing file or directory, or a hub id.")
     return None
 
 

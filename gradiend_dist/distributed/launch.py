@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.launcher import follow_the_launcher
 from gradiend_dist.errors import UserError
 
 # One per process, as Accelerate and torch have one default group.
@@ -47,6 +48,8 @@ def launched(timeout: float) -> Launch:
 
 
 def _join(timeout: float) -> Launch:
+    if not follow_the_launcher():  # the commands have done so already; a user's own script has not
+        raise UserError("The launcher is gone: start it again.")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed, fsdp = (_is_on(f"ACCELERATE_USE_{name}") for name in ("DEEPSPEED", "FSDP"))
     if world_size == 1 and not deepspeed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,11 @@ class DecoderRequest:
             self.lrs is None or len(self.lrs) > 0,
             "lrs is empty: pass at least one learning rate, or None for the default.",
         )
+        for name in ("lrs", "feature_factors"):
+            for value in vars(self)[name] or ():
+                require(math.isfinite(value), f"{name}={value} is no finite number: pass e.g. 0.1.")
+        for value in self.lrs or ():
+            require(value != 0.0, "lrs=0 rewrites nothing: pass other learning rates.")
         for name in ("max_size", "max_size_training_like", "max_size_neutral", "eval_batch_size"):
             value = vars(self)[name]
             require(value is None or value >= 1, f"{name}={value} must be at least 1: pass a larger number.")

@@ -16,7 +16,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.report.charts import Point
 from gradiend_dist.report.elements import whole_percent
 from gradiend_dist.report.records import Seed, labels, parsed
-from gradiend_dist.storage.files import explained
+from gradiend_dist.storage.files import explained, require_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -369,6 +369,7 @@ def _pyplot_figure(size: tuple[float, float]) -> Figure | None:
 
 def write_figure(figure: Figure, path: Path, img_format: str, img_dpi: int | None, show: bool) -> Path:
     """Save under a temporary name and rename, so that a reader never meets half an image."""
+    require_regular(path)
     partial = path.with_name(f".{path.name}.part")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)

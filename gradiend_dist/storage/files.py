@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from safetensors import SafetensorError
 
-from gradiend_dist.errors import UserError
+from gradiend_dist.errors import MissingFile, UserError
 
 
 @contextlib.contextmanager
@@ -100,13 +100,18 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copytree(source, target)
 
 
+def require_regular(path: Path) -> None:
+    """What is renamed over a path takes its place, also that of a device."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file: pass the name of one, or of a new one.")
+
+
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """In the place of a regular file or of nothing: a renamed file would take the place of a device as well.
 
     `private`: for nobody but its owner to read, from its first byte on.
     """
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file: pass the name of one, or of a new one.")
+    require_regular(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +131,8 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file that we or the reference wrote."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingFile(f"{path} cannot be read ({error.strerror}): check the path.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check the path.") from error
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits, 1,000 levels

@@ -17,17 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradiend_dist.config.checks import require, require_choice, shown
 from gradiend_dist.config.choices import ACTIVATIONS, GRADIENTS
 from gradiend_dist.distributed.comm import Comm
-from gradiend_dist.errors import UserError, first_line
+from gradiend_dist.errors import MissingFile, UserError, first_line
 from gradiend_dist.model.gradiend import GradiendModel, ParamMappedGradiendModel
 from gradiend_dist.space import INT32_MAX, ParameterSpace, Slices
 from gradiend_dist.storage.files import (
@@ -44,6 +45,8 @@ from gradiend_dist.storage.layout import CONTEXT, INDICES, MASKS, MODEL_CONFIG, 
 from gradiend_dist.storage.records import find_training
 from gradiend_dist.storage.visibility import everyone_sees
 from gradiend_dist.storage.weight_file import read_weights, write_weights
+
+ENCODER_BIAS, DECODER_BIAS = "encoder.0.linear.bias", "decoder.0.linear.bias"
 
 
 def is_model_directory(path: str | Path) -> bool:
@@ -248,11 +251,15 @@ def load_gradiend(
         architecture, space = comm.decide((architecture, space))
     if mapped:
         devices = {"device": "meta"}
+    if read_here and "bias_decoder" not in architecture and find_weights(path) is not None:
+        architecture["bias_decoder"] = DECODER_BIAS in _names_in(path)
     model = _empty_gradiend(architecture, space, slices=None if slices is None else slices(space), **devices)
     if not model.slices.is_whole:
         restore_weights(model, path, comm)
         return model
     tensors = _load_tensors(path)
+    # Models of the reference's next version may have no encoder bias, which is a bias of zero.
+    tensors.setdefault(ENCODER_BIAS, torch.zeros(model.latent_dim, dtype=model.torch_dtype))
     if any(name.startswith("encoder.1.") for name in tensors):
         raise UserError(
             f"{path} was trained with the reference's activation_encoder=id, which encodes every input as 0."
@@ -329,9 +336,35 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
         if (directory / WEIGHTS).exists():
             return _load_file(directory / WEIGHTS)
         if (directory / "pytorch_model.bin").exists():
-            tensors: dict[str, Tensor] = torch.load(directory / "pytorch_model.bin", weights_only=True)
-            return tensors
-    raise UserError(f"{path} holds no {WEIGHTS}: only its records were kept, or it is incomplete.")
+            return _load_pickle(directory / "pytorch_model.bin")
+    raise MissingFile(f"{path} holds no {WEIGHTS}: only its records were kept, or it is incomplete.")
+
+
+def find_weights(path: Path) -> Path | None:
+    """The file of tensors of a model directory, where it has one that can be looked into."""
+    return next((found for found in (path / WEIGHTS, path / "model" / WEIGHTS) if found.exists()), None)
+
+
+def _names_in(path: Path) -> list[str]:
+    found = find_weights(path)
+    assert found is not None, "asked before"
+    try:
+        with safe_open(str(found), framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{found} cannot be read ({error}): it is damaged or incomplete.") from error
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    """What the reference writes where it has no safetensors; anything but tensors is refused."""
+    try:
+        tensors: dict[str, Tensor] = torch.load(path, weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        raise UserError(
+            f"{path} cannot be read ({first_line(error)}): it is damaged, or holds more than tensors."
+        ) from error
+    require(isinstance(tensors, dict), f"{path} holds no mapping of tensors: it is no model.")
+    return tensors
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:

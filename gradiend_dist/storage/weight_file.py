@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.errors import UserError
 from gradiend_dist.model.gradiend import GradiendModel
 from gradiend_dist.storage.visibility import everyone_sees, is_shared
 
@@ -118,10 +119,17 @@ def write_pieces(path: Path, mine: Iterable[Piece], offsets: Mapping[str, int]) 
     try:
         for piece in mine:
             for start, block in _blocks(piece.values):
+                require_finite(block, piece.name)
                 _write_at(descriptor, block, offsets[piece.name] + (piece.start + start) * block.itemsize)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_finite(block: Tensor, name: str) -> None:
+    """A number that is none is never written as a result."""
+    if not bool(block.isfinite().all()):
+        raise UserError(f"{name} has numbers that are not finite, so no model is written: lower learning_rate.")
 
 
 def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:

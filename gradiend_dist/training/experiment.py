@@ -162,11 +162,22 @@ class ModelOfExperiment(Experiment):
         """The trained model, if it was loaded. No communication."""
         return self._trained
 
-    def get_model(self) -> ModelWithGradiend:
-        """The trained model (loaded once), or a fresh one where nothing was trained yet. All ranks call this."""
-        if self._trained is None:
+    def get_model(self, use_cache: bool = True, *, load_directory: str | Path | None = None) -> ModelWithGradiend:
+        """The trained model (loaded once, or again without `use_cache`), or a fresh one where nothing was trained yet;
+        of `load_directory`, a saved one, which the trainer does not keep. All ranks call this."""
+        if load_directory is not None:
+            return self.load_model(load_directory)
+        if self._trained is None or not use_cache:
             self._trained = self._find_model()
         return self._trained
+
+    def unload_model(self) -> None:
+        """Let go of the trained model; it is loaded again when it is asked for. A model that was never saved stays.
+
+        All ranks call this.
+        """
+        if self._trained is not self.model and self.saved_at() is not None:
+            self._trained = None
 
     def _find_model(self) -> ModelWithGradiend:
         """All ranks call this."""

@@ -67,7 +67,7 @@ ARGUMENTS: list[tuple[str, Changes, tuple[str, ...]]] = [
     ("text for dry_run", {"dry_run": "maybe"}, ("dry_run='maybe'",)),
     ("learning rate zero", {"learning_rate": 0}, ("learning_rate=0.0", "1e-5")),
     ("learning rate negative", {"learning_rate": -1e-3}, ("learning_rate=-0.001", "1e-5")),
-    ("learning rate tune", {"learning_rate": "tune"}, ("learning_rate='tune'", "nor auto", "1e-5")),
+    ("learning rate in words", {"learning_rate": "fast"}, ("learning_rate='fast'", "nor auto", "1e-5")),
     ("learning rate nan", {"learning_rate": float("nan")}, ("learning_rate=nan", "finite")),
     ("learning rate infinite", {"learning_rate": float("inf")}, ("learning_rate=inf", "finite")),
     *(

@@ -16,7 +16,7 @@ import transformers
 import yaml
 
 import gradiend_dist
-import gradiend_dist.trainer as trainer_module
+import gradiend_dist.trainer.text_prediction as trainer_module
 import gradiend_dist.training.inputs as inputs_module
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments, UserError, __main__
 from gradiend_dist.commands import train
@@ -37,7 +37,7 @@ add_identity_for_other_classes class_merge_map class_merge_transition_groups mas
 params prediction_objective latent_dim activation_encoder activation_decoder bias_decoder torch_dtype bf16 fp16
 trust_remote_code gradient_checkpointing attn_implementation tf32
 device device_encoder device_decoder device_base_model encoder_decoder_same_device
-ddp_timeout use_cached_gradients gradient_store_gib
+offload ddp_timeout use_cached_gradients gradient_store_gib
 
 source target train_batch_size base_gradient_batch_size base_micro_batch_size gradiend_batch_size
 gradient_accumulation_steps train_max_size max_length num_train_epochs max_steps

@@ -14,7 +14,9 @@ import torch
 from gradiend_dist import PostPruneConfig, PrePruneConfig, TrainingArguments, UserError
 from gradiend_dist.config.checks import describe, fits
 from gradiend_dist.config.compat import CORRECTED, REFERENCE
-from gradiend_dist.config.mapping import NOT_SUPPORTED, from_mapping, unknown_key
+from gradiend_dist.config.foreign import OF_FEATURE, OF_POST_PRUNING, OF_PRE_PRUNING, OF_TRAINING, unknown_key
+from gradiend_dist.config.mapping import from_mapping
+from gradiend_dist.data.config import TextPredictionConfig
 from gradiend_dist.storage.files import jsonable
 
 # --- defaults
@@ -46,8 +48,8 @@ def test_help__is_there_for_every_field() -> None:
 
 
 def test_fields__no_argument_is_both_known_and_not_supported() -> None:
-    names = {item.name for item in dataclasses.fields(TrainingArguments)}
-    assert not names & NOT_SUPPORTED.keys()
+    for kind, names in FOREIGN.items():
+        assert not {item.name for item in dataclasses.fields(kind)} & names.keys()
 
 
 # --- two names for one thing
@@ -161,10 +163,73 @@ def test_from_dict__names_the_nearest_key() -> None:
         TrainingArguments.from_dict({"learning_rat": 1})
 
 
-@pytest.mark.parametrize("name", NOT_SUPPORTED)
-def test_reference_arguments__say_what_to_do_instead(name: str) -> None:
-    sentence = unknown_key(name, [])
-    assert name in sentence and "reference" in sentence and NOT_SUPPORTED[name] in sentence
+FOREIGN: dict[type, Any] = {
+    TrainingArguments: OF_TRAINING,
+    PrePruneConfig: OF_PRE_PRUNING,
+    PostPruneConfig: OF_POST_PRUNING,
+    TextPredictionConfig: OF_FEATURE,
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_arguments_of_the_reference__are_taken_at_their_defaults_and_else_told(kind: type) -> None:
+    """Fails if a default is refused, if another value is dropped in silence, or if it is a bare TypeError."""
+    kind(**{name: foreign.default for name, foreign in FOREIGN[kind].items()})
+    for name, foreign in FOREIGN[kind].items():
+        assert name in unknown_key(name, []) and foreign.remedy in unknown_key(name, [])
+        with pytest.raises(UserError, match=f"{name}=.*not supported here") as error:
+            kind(**{name: "other"})
+        assert foreign.remedy in str(error.value)
+    with pytest.raises(UserError, match="not a known argument"):
+        kind(no_such_name=1)
+
+
+def test_none__is_the_default_where_it_is_the_references() -> None:
+    names = ("torch_dtype", "latent_dim", "activation_encoder", "activation_decoder", "bias_decoder")
+    assert TrainingArguments(**dict.fromkeys(names)) == TrainingArguments()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"per_device_train_batch_size": 7}, {"train_batch_size": 7}),
+        ({"per_device_eval_batch_size": 7}, {"eval_batch_size": 7}),
+        ({"load_best_model_at_end": False}, {"save_only_best": False}),
+        ({"metric_for_best_model": "eval_correlation"}, {"convergent_metric": "correlation"}),
+        ({"report_to": "none"}, {"report_to": ["none"]}),
+        ({"report_to": "wandb"}, {"report_to": ["wandb"]}),
+        ({"optim": "adamw_torch"}, {"optim": "adamw"}),
+        ({"optim": "adamw_bnb_8bit"}, {"optim": "adamw_8bit"}),
+        ({"learning_rate": "tune"}, {"learning_rate": "auto"}),
+    ],
+    ids=str,
+)
+def test_hugging_face_names__mean_what_they_mean_there(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert TrainingArguments(**theirs) == TrainingArguments(**ours) == TrainingArguments.from_dict(theirs)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"optim": "sgd"}, "choose adamw"),
+        ({"save_strategy": "epoch"}, "save_only_best=False"),
+        ({"metric_for_best_model": "accuracy"}, "choose correlation or loss"),
+        ({"per_device_train_batch_size": 7, "train_batch_size": 8}, "same argument"),
+        ({"resume_from_checkpoint": True}, "resume"),
+        ({"push_to_hub": True}, "Hugging Face"),
+    ],
+    ids=str,
+)
+def test_hugging_face_names__without_a_counterpart_are_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        TrainingArguments(**given)
+
+
+def test_rows_of_a_process__do_not_become_rows_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the number of processes changes a result in silence."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="another number of processes.*train_batch_size"):
+        TrainingArguments(per_device_train_batch_size=4)
 
 
 def test_prune_config__may_be_a_mapping_in_python_too() -> None:
@@ -195,7 +260,7 @@ def test_numbers__of_numpy_and_whole_ones_for_fractions_are_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"learning_rate": "tune"}, "learning_rate='tune' is neither a positive number nor auto"),
+        ({"learning_rate": "fast"}, "learning_rate='fast' is neither a positive number nor auto"),
         ({"learning_rate": float("nan")}, "learning_rate=nan is not a finite number"),
         ({"max_seeds": True}, "max_seeds=True is not a whole number"),
         ({"max_seeds": 2.0}, "max_seeds=2.0 is not a whole number"),

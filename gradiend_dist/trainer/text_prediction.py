@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,224 +23,21 @@ from gradiend_dist.distributed.devices import placement_of
 from gradiend_dist.distributed.interrupt import Interrupt
 from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
-from gradiend_dist.evaluation.decoder_evaluation import DecoderEvaluation
-from gradiend_dist.evaluation.encoder_report import EncoderReport
-from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.evaluation.rewritten import RewriteRequest, chosen_target, rewritten_model, saved_delta
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.rewriting.card import as_dtype, check_output, check_saving
 from gradiend_dist.storage import provenance
 from gradiend_dist.storage.fingerprint import reusable, training_fingerprint
 from gradiend_dist.storage.model_dir import check_replaceable
-from gradiend_dist.storage.records import read_seed_report, read_training
+from gradiend_dist.storage.records import find_training
 from gradiend_dist.storage.run_lock import RunLock
+from gradiend_dist.trainer.evaluations import Evaluations
 from gradiend_dist.training import seeds
-from gradiend_dist.training.experiment import ModelOfExperiment, joined_arguments
+from gradiend_dist.training.experiment import joined_arguments
 from gradiend_dist.training.pruning import post_prune
 from gradiend_dist.training.seed_training import SeedTraining
 
 logger = logging.getLogger(__name__)
-
-
-class Evaluations(ModelOfExperiment):
-    """What can be asked of a trained model: evaluations, plots, records."""
-
-    def evaluate_encoder(
-        self,
-        split: str = "test",
-        max_size: int | None = None,
-        *,
-        neutral: bool = True,
-        use_cache: bool | None = None,
-        return_df: bool = False,
-        plot: bool = False,
-        **plot_options: Any,
-    ) -> dict[str, Any]:
-        """Encode a split (and, for the test split, neutral texts) and describe the encodings.
-
-        With `experiment_dir`, the table and the result are written beside the model, and read again with `use_cache`
-        while model, data and arguments are the same. `plot` draws the distributions (see `plot_encoder_distributions`).
-        All ranks call this.
-        """
-        require(plot or not plot_options, f"evaluate_encoder(): {', '.join(plot_options)} is not a known argument.")
-        report = EncoderReport(
-            self.session,
-            self.get_model(),
-            split=split,
-            max_size=max_size or self.args.encoder_eval_max_size,
-            neutral=neutral,
-            left_alone=self.config.eval_neutral_additional_excluded_words or [],
-        )
-        use_cache = bool(self.args.use_cache) if use_cache is None else use_cache
-        result = report.result(self.experiment_dir, use_cache=use_cache, return_df=return_df or plot)
-        if plot:
-            table = result["encoder_df"] if return_df else result.pop("encoder_df")
-            result["plot_path"] = self.plot_encoder_distributions(table, **{"show": False, **plot_options})
-        return result
-
-    def evaluate_decoder(
-        self,
-        lrs: Sequence[float] | None = None,
-        feature_factors: Sequence[float] | None = None,
-        use_cache: bool | None = None,
-        split: str = "test",
-        max_size: int | None = None,
-        *,
-        plot: bool = False,
-        **options: Any,
-    ) -> dict[str, Any]:
-        """How far to rewrite the base model: for each class the step that makes it most probable within `max_harm`.
-
-        Further options are the fields of `DecoderRequest` (`target_class`, `max_harm`, `scaling`, ...) and, with
-        `plot`, those of `plot_probability_shifts`.
-
-        Returns, for each class (`target_class`: for these, or `balance`), the selected `feature_factor` and
-        `learning_rate` with the `value` reached, its `harm` and the language-model score, under the class's name or, to
-        weaken it, `<class>_weaken`; where nothing is worth having, a `refusal` says why; and all points under `grid`.
-        With `lrs` (or a `selector`, or in `compat` mode) the points are those of feature_factors x lrs, as in the
-        reference; else a search visits about ten for each class. With `experiment_dir`, finished points are kept, and
-        read again with `use_cache` while nothing that they depend on has changed. All ranks call this and share the
-        points.
-        """
-        names = [item.name for item in dataclasses.fields(DecoderRequest)]
-        of_plot = {name: options.pop(name) for name in list(options) if name not in names}
-        require(plot or not of_plot, f"evaluate_decoder(): {', '.join(of_plot)} is not a known argument.")
-        request = DecoderRequest(
-            lrs=lrs, feature_factors=feature_factors, use_cache=use_cache, split=split, max_size=max_size, **options
-        )
-        found = DecoderEvaluation(self, request).results()
-        if plot:
-            found["plot_path"] = self.plot_probability_shifts(found, **{"show": False, **of_plot})
-        return found
-
-    def evaluate(
-        self, *, kwargs_encoder: dict[str, Any] | None = None, kwargs_decoder: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Both evaluations. All ranks call this."""
-        return {
-            "encoder": self.evaluate_encoder(**(kwargs_encoder or {})),
-            "decoder": self.evaluate_decoder(**(kwargs_decoder or {})),
-        }
-
-    def plot_encoder_distributions(
-        self,
-        encoder_df: pd.DataFrame | None = None,
-        output: str | Path | None = None,
-        *,
-        split: str = "test",
-        show: bool = False,
-        label_name_mapping: dict[str, str] | None = None,
-        img_format: str | None = None,
-    ) -> Path:
-        """Draw the encodings of each class, of each split that `encoder_df` has, and of neutral texts.
-
-        All ranks call this; rank 0 draws.
-        """
-        from gradiend_dist.report.figures import plot_encoder_distributions
-
-        if encoder_df is None:
-            encoder_df = self.evaluate_encoder(split, return_df=True)["encoder_df"]
-        return self._draw(
-            "encoder_distributions",
-            output,
-            img_format,
-            lambda path, image: plot_encoder_distributions(
-                encoder_df,
-                path,
-                target_classes=self.target_classes,
-                label_name_mapping=label_name_mapping,
-                show=show,
-                **image,
-            ),
-        )
-
-    def plot_probability_shifts(
-        self,
-        decoder_results: dict[str, Any] | None = None,
-        output: str | Path | None = None,
-        *,
-        show: bool = False,
-        label_name_mapping: dict[str, str] | None = None,
-        img_format: str | None = None,
-    ) -> Path:
-        """Draw the classes' probabilities and the language-model score over the grid, with the selected points.
-
-        All ranks call this; rank 0 draws.
-        """
-        from gradiend_dist.report.figures import plot_probability_shifts
-
-        results = decoder_results or self.evaluate_decoder(use_cache=True)
-        of_decoder = all(entry.get("part") == "decoder" for name, entry in results.items() if name in self.all_classes)
-        factors = self.strengthening_factors() if of_decoder else {}
-        return self._draw(
-            "decoder_probability_shifts",
-            output,
-            img_format,
-            lambda path, image: plot_probability_shifts(
-                results,
-                path,
-                target_classes=self.target_classes,
-                factors=factors,
-                on_other_class=self.config.decoder_eval_prob_on_other_class,
-                label_name_mapping=label_name_mapping,
-                show=show,
-                **image,
-            ),
-        )
-
-    def plot_training_convergence(
-        self,
-        output: str | Path | None = None,
-        *,
-        show: bool = True,
-        label_name_mapping: dict[str, str] | None = None,
-        img_format: str | None = None,
-        **options: Any,
-    ) -> Path:
-        """Draw loss, correlation and class means over the steps; returns the file. All ranks call this; rank 0 draws.
-
-        `show` opens a window or notebook cell as well, where there is a display, and does not wait for it.
-        """
-        from gradiend_dist.report.plots import plot_training_convergence
-
-        return self._draw(
-            "training_convergence",
-            output,
-            img_format,
-            lambda path, image: plot_training_convergence(
-                self.get_training_stats(),
-                path,
-                show=show,
-                label_name_mapping=label_name_mapping,
-                **{**image, **options},
-            ),
-        )
-
-    def _draw(
-        self,
-        name: str,
-        output: str | Path | None,
-        img_format: str | None,
-        draw: Callable[[str | Path, dict[str, Any]], Path],
-    ) -> Path:
-        """All ranks call this; rank 0 draws, to `output` or beside the results."""
-        img_format = img_format or self.config.img_format
-        path = output or self._root / f"{name}.{img_format}"
-        return self.comm.first(
-            "drawing", lambda: draw(path, {"img_format": img_format, "img_dpi": self.config.img_dpi})
-        )
-
-    def get_training_stats(self, model_path: str | Path | None = None) -> dict[str, Any]:
-        """The record of a training run: `training_stats`, `losses`, `best_score_checkpoint` and the rest.
-
-        No communication.
-        """
-        path = Path(model_path) if model_path is not None else self.model_path
-        return read_training(path)
-
-    def get_seed_report(self) -> dict[str, Any]:
-        """The report on all seeds that were tried. No communication."""
-        return read_seed_report(self.seed_runs_dir)
 
 
 class TextPredictionTrainer(Evaluations):
@@ -273,18 +71,25 @@ class TextPredictionTrainer(Evaluations):
         super().__init__(model, *joined_arguments(args or training_args or TrainingArguments(), config))
         self.interrupt = Interrupt()
         """Requests to stop; `gradiend_dist.train` lets it listen to signals."""
+        self.plot_path: Path | None = None
+        """Of the training that was just made, where it was drawn."""
 
     def train(
         self,
         output_dir: str | None = None,
         *,
         callbacks: Sequence[TrainerCallback] = (),
+        resume_from_checkpoint: bool | str | Path | None = None,
         **overrides: Any,
     ) -> TextPredictionTrainer:
         """Train up to `max_seeds` seeds, promote the best to `model_path`, and write reports; returns self.
 
+        With `experiment_dir` the convergence is plotted there as well, where matplotlib is installed. An unfinished run
+        in `experiment_dir` goes on by itself: `resume_from_checkpoint` is Hugging Face's name for `resume`.
         All ranks call this.
         """
+        if resume_from_checkpoint is not None:
+            overrides["resume"] = self._resumes(resume_from_checkpoint)
         if output_dir is not None:
             overrides["output_dir"] = output_dir
         if overrides:
@@ -304,8 +109,35 @@ class TextPredictionTrainer(Evaluations):
             results = training.run()
         if self.args.only_seed is None:
             self._has_trained = True
+            if self.experiment_dir is not None and importlib.util.find_spec("matplotlib") is not None:
+                self.plot_path = self.plot_training_convergence(show=False)
             seeds.check_convergence(results, self.args)
         return self
+
+    def _resumes(self, checkpoint: bool | str | Path) -> bool:
+        """A path has to be where this run's state is: it is the run that goes on, not a model that is trained more."""
+        if isinstance(checkpoint, bool):
+            return checkpoint
+        place = Path(checkpoint).resolve()
+        own = [path.resolve() for path in (self._root, self.places.state(self.args)) if path is not None]
+        require(
+            place in own or any(parent in own for parent in place.parents),
+            f"resume_from_checkpoint={str(checkpoint)!r} is not in experiment_dir={self._root}: pass that directory as "
+            "experiment_dir, and resume_from_checkpoint=True.",
+        )
+        return True
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """The current model with its tokenizer, in `output_dir` or where the run's model is. All ranks call this."""
+        path = self.model_path if output_dir is None else Path(output_dir)
+        saved_at = self.saved_at()
+        if saved_at is None or path.resolve() != saved_at.resolve():
+            model = self.get_model()
+            record = (
+                None if saved_at is None else self.comm.first("reading the record", lambda: find_training(saved_at))
+            )
+            model.save_pretrained(path, training=record or None, comm=self.comm)
+        return path
 
     @contextlib.contextmanager
     def _owning_the_directory(self) -> Iterator[None]:
@@ -434,6 +266,18 @@ class TextPredictionTrainer(Evaluations):
             assert output_dir is not None, "checked above"
             return saved_delta(self, target, output_dir)
         return rewritten_model(self, target, output_dir, dtype=dtype, max_shard_size=max_shard_size)
+
+    def to(self, device: Any) -> TextPredictionTrainer:
+        """The current model to a device; returns self. A training puts its models where its arguments say."""
+        self.get_model().to(device)
+        return self
+
+    def cpu(self) -> TextPredictionTrainer:
+        return self.to("cpu")
+
+    def cuda(self, device: int | str | None = None) -> TextPredictionTrainer:
+        self.get_model().cuda(device)
+        return self
 
     def pre_prune(
         self, pre_cfg: PrePruneConfig | None = None, *, inplace: bool = True

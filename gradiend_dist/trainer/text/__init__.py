@@ -1,0 +1,1 @@
+"""Where the reference has what is about texts."""
