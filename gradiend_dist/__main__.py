@@ -14,7 +14,7 @@ SUBCOMMANDS = {
     "train": ("commands.train", "train GRADIEND models for a feature (see gradiend-dist train --help)"),
     "evaluate": (
         "commands.evaluate",
-        "what a finished run has learnt: its encodings, and its base model rewritten over a grid of strengths",
+        "what a finished run has learnt: its encodings, and its base model rewritten as far as a harm allows",
     ),
     "rewrite": (
         "commands.rewrite",

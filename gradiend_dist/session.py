@@ -174,6 +174,7 @@ class Session:
             comm=comm or self.comm,
             slices_by_rank=slices_by_rank or self.spread.training_slices(space),
             shards=self.spread.own_shards(),
+            shards_by_rank=self.spread.shards,
         )
 
     def gradients(self, space: ParameterSpace) -> GradientSource:

@@ -202,7 +202,7 @@ def run(trainer: TextPredictionTrainer, options: EvaluateOptions) -> int:
             **{**options.asked(), **shared},
         )
         lines += [decoder_table(found, trainer.target_classes), ""]
-        lines += [f"  grid          {found['plot_path']}"] if draws else []
+        lines += [f"  figure        {found['plot_path']}"] if draws else []
     if trainer.comm.is_first:
         print("\n".join(lines).rstrip())
     return 0

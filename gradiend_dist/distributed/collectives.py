@@ -86,6 +86,17 @@ class DeviceCollectives(Ranks):
             handle = dist.all_to_all_single(mine, contribution, receive, list(sizes), group=self.group, async_op=True)
         return mine.view(self.world_size, sizes[self.rank]), handle
 
+    def gathered(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Everyone's piece of one dimension, one behind the other, on every rank; `sizes` may differ and may be 0."""
+        largest = max(sizes)
+        padded, received = mine.new_zeros(largest), mine.new_empty(self.world_size * largest)
+        padded[: sizes[self.rank]] = mine
+        with self.exchanging("weights of the encoder"):
+            dist.all_gather_into_tensor(received, padded, group=self.group)
+        if all(size == largest for size in sizes):
+            return received
+        return torch.cat([piece[:size] for piece, size in zip(received.split(largest), sizes, strict=True)])
+
     def redistribute(self, mine: Tensor, before: Sequence[Slices], after: Sequence[Slices]) -> Tensor:
         """The same vector cut anew: one range for each rank, in the order of ranks, before and after."""
 

@@ -19,7 +19,7 @@ from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.metrics import encoder_metrics, encoding_rows
 from gradiend_dist.gradients.cloze import Objective
-from gradiend_dist.gradients.forward_mode import encode_rows
+from gradiend_dist.gradients.forward_mode import encode_rows, has_modules_for_experts, row_products
 from gradiend_dist.gradients.items import Item, ItemRows
 from gradiend_dist.gradients.store import GradientSource
 from gradiend_dist.model.gradiend import GradiendModel
@@ -200,12 +200,35 @@ def _encode_slices(
             products[number] = encoder.products(gradients.get(item, [kind], keep=keep)[kind])
         return encoder.finish(products)
 
+    if gradients.base.is_sharded and _rows_fit_shards(gradients, items[0], kind, encoder):
+        return encoder.finish(row_products(gradients.base, items, kind, weight, encoder.batch_size))
+
     def weigh_piece(number: int, into: list[tuple[str, float]], where: slice, entries: Tensor) -> None:
         ((_, factor),) = into
         products[number] += weigh(weight[:, where], entries.to(weight.device)) * factor
 
     gradients.base.hand_out(items, [kind], weigh_piece)
     return encoder.finish(products)
+
+
+def _rows_fit_shards(gradients: GradientSource, item: Item, kind: str, encoder: Encoder) -> bool:
+    """Does forward mode give what the gradient does? Some models use a weight without calling its module.
+
+    Looked at once, on one row. All ranks call this.
+    """
+    base, weight = gradients.base, encoder.model.encoder_weight
+    if base.rows_in_shards is None and has_modules_for_experts(base.model):
+        base.rows_in_shards = False  # ranks would gather the weights of different experts
+    if base.rows_in_shards is None:
+        by_rows = encoder.comm.total(row_products(base, [item], kind, weight, 1))
+        gradient = gradients.get(item, [kind], keep=False)[kind]
+        by_gradient = encoder.comm.total(encoder.products(gradient))
+        squares = encoder.comm.total(torch.stack([weight.double().square().sum(), gradient.double().square().sum()]))
+        scale = max(float(by_gradient.abs().max()), 1e-3 * float(squares.prod().sqrt()))
+        rounded = next(base.model.parameters()).dtype != torch.float32 or base.autocast is not None
+        fits = bool((by_rows[0] - by_gradient).abs().max() <= (5e-2 if rounded else 1e-3) * scale)
+        base.rows_in_shards = encoder.comm.all_agree(fits)
+    return base.rows_in_shards
 
 
 def weigh(weight: Tensor, vector: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor, nn
 
 from gradiend_dist.config.checks import require, require_choice
@@ -19,12 +20,12 @@ from gradiend_dist.evaluation.decoder_evaluation import DecoderEvaluation
 from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.evaluation.selection import BASE, WEAKEN
 from gradiend_dist.evaluation.trained_run import TrainedRun
-from gradiend_dist.model.base import load_base_model
+from gradiend_dist.model.base import load_base_config, load_base_model
 from gradiend_dist.model.gradiend import ParamMappedGradiendModel
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
 from gradiend_dist.rewriting.card import Change, as_dtype, save_rewritten
 from gradiend_dist.rewriting.delta import Delta, load_delta, save_delta
-from gradiend_dist.rewriting.move import ByTensor, Scaling, Vectors, VectorsInFile, VectorsInMemory, rewrite
+from gradiend_dist.rewriting.move import ByTensor, InPlace, Scaling, Vectors, VectorsInFile, VectorsInMemory, rewrite
 from gradiend_dist.rewriting.step import SCALINGS, Step
 from gradiend_dist.space import Weight
 from gradiend_dist.storage.layout import WEIGHTS
@@ -32,6 +33,9 @@ from gradiend_dist.storage.model_dir import load_gradiend, open_gradiend
 
 # Dtypes with room for a step that is small beside the weight.
 WIDE = ("float32", "float64")
+
+# transformers' files of weights, and those that are written where there is no room for a copy of one.
+DEFAULT_SHARDS, SMALL_FILES = "5GB", "200MB"
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,9 @@ def rewritten_model(
             lambda: _save(changed, model.tokenizer, output_dir, change, max_shard_size),
         )
         return changed
+    if _has_room_for_one(run, dtype):
+        _save_moved(run, target, saved_at, output_dir, max_shard_size)
+        return None
     kept: list[nn.Module] = []
     curvature = _whole_curvature(run, target)
 
@@ -210,6 +217,33 @@ def rewritten_model(
 
     comm.first(f"rewriting {run.base_model_name}", work)
     return kept[0] if kept else None
+
+
+def _has_room_for_one(run: TrainedRun, dtype: str | None) -> bool:
+    """Is the loaded base model to be moved in place? With `offload` there is no room for another, and it is the same
+    where its dtype is that of its files."""
+    session = run.session
+    if not session.args.offload or dtype is not None:
+        return False
+    stored = load_base_config(run.base_model_name, trust_remote_code=run.args.trust_remote_code).dtype
+    return bool(next(session.base_model.parameters()).dtype == (stored or torch.float32))
+
+
+def _save_moved(
+    run: TrainedRun, target: Target, saved_at: Path, output_dir: str | Path, max_shard_size: str | int
+) -> None:
+    """Save the base model of the session from where the step brings it; it is itself again afterwards.
+
+    In small files, since each is copied while it is written. In one process.
+    """
+    session, model = run.session, run.get_model()
+    target.step.check(model.gradiend)
+    weights, vectors = model.gradiend.space.active(), VectorsInMemory(model.gradiend)
+    scaling = scaling_in_place(target.step.scaling, session, run.config, model.gradiend.space)
+    with InPlace(session.base_model, weights, vectors, scaling, session.vectors) as moved:
+        moved.move(target.step)
+        shard_size = SMALL_FILES if max_shard_size == DEFAULT_SHARDS else max_shard_size
+        _save(session.base_model, model.tokenizer, output_dir, _change_of(model, target, str(saved_at)), shard_size)
 
 
 def saved_delta(run: TrainedRun, target: Target, output_dir: str | Path) -> Delta | None:

@@ -65,6 +65,7 @@ class BaseGradients:
         comm: Comm | None = None,
         slices_by_rank: Sequence[Slices] | None = None,
         shards: dict[str, tuple[int, int]] | None = None,
+        shards_by_rank: Sequence[dict[str, tuple[int, int]]] = (),
     ) -> None:
         self.model = model
         self.objective = objective
@@ -74,7 +75,7 @@ class BaseGradients:
         self.comm = comm or Comm()
         self.slices_by_rank = slices_by_rank or [Slices.whole(space.size)]
         self.slices = self.slices_by_rank[self.comm.rank]
-        self.is_sharded = shards is not None
+        self.is_sharded, self.shards_by_rank = shards is not None, shards_by_rank
         first = next(model.parameters())
         self.device = first.device
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
@@ -86,6 +87,8 @@ class BaseGradients:
         self._buckets: Buckets | None = None
         self.always_moving: set[nn.Module] = set()
         """Of forward mode: modules whose weights others use without calling them."""
+        self.rows_in_shards: bool | None = None
+        """Does forward mode give the encodings of rows over shards? None: nobody has looked."""
 
     @property
     def largest_slices(self) -> int:

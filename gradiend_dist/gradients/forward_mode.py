@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradiend_dist.distributed.devices import to_device
+from gradiend_dist.distributed.fsdp import reshard
 from gradiend_dist.gradients.base import LOSS_WEIGHTS, BaseGradients
 from gradiend_dist.gradients.cloze import Cloze, ClozeBatch
 from gradiend_dist.gradients.items import Item
@@ -46,12 +47,41 @@ def encode_rows(base: BaseGradients, items: Sequence[Item], kind: str, model: Gr
     return torch.cat(encoded)
 
 
-def _products(base: BaseGradients, items: Sequence[Item], kind: str, direction: Tensor) -> Tensor:
-    """We_j.x for each item."""
+@torch.no_grad()
+def row_products(
+    base: BaseGradients, items: Sequence[Item], kind: str, encoder_weight: Tensor, batch_size: int
+) -> Tensor:
+    """We.x [items, m] of one-row items over a base model in shards, of which each rank has its slices of We.
+
+    Each rank has rows of its own in a pass; of We a layer's weights are gathered while the layer is at work, as FSDP
+    gathers the layer's own. All ranks call this, with the same items.
+    """
+    comm = base.comm
+    shares_input = all(item.rows[0].shares_input for item in items)
+    found = torch.zeros(len(items), len(encoder_weight), dtype=torch.float64, device=encoder_weight.device)
+    reshard(base.model)  # who has just asked it has left some weights whole
+    for start in range(0, len(items), batch_size * comm.world_size):
+        places = range(start, min(start + batch_size * comm.world_size, len(items)))
+        mine = list(places)[comm.rank :: comm.world_size]
+        # A rank without rows has to gather with the others.
+        group = [items[place] for place in mine] or [items[start]]
+        for latent, row in enumerate(encoder_weight):
+            products = _products(base, group, kind, row, shares_input=shares_input)
+            found[mine, latent] = products[: len(mine)].to(found)
+    reshard(base.model)  # a pass without gradients leaves the outermost weights whole
+    return found
+
+
+def _products(
+    base: BaseGradients, items: Sequence[Item], kind: str, direction: Tensor, *, shares_input: bool | None = None
+) -> Tensor:
+    """We_j.x for each item; `shares_input`: of all ranks' items, where they make their passes together."""
     factual, alternative = LOSS_WEIGHTS[kind]
     sides = [("factual", factual), ("alternative", alternative)]
     clozes = {side: [getattr(item.rows[0], side) for item in items] for side, weight in sides if weight}
-    if len(clozes) == 2 and all(item.rows[0].shares_input for item in items):
+    if shares_input is None:
+        shares_input = all(item.rows[0].shares_input for item in items)
+    if len(clozes) == 2 and shares_input:
         derivatives = _loss_derivatives(base, clozes["factual"], list(clozes.values()), direction)
         return factual * derivatives[0] + alternative * derivatives[1]
     total = torch.zeros(len(items), device=base.device)
@@ -85,11 +115,16 @@ def _along(base: BaseGradients, direction: Tensor, batch: ClozeBatch) -> Tensor:
     with _moving(base, direction) as moving:
         logits = base.logits_at(batch)
     resting = moving.resting()
-    if resting <= base.always_moving:
+    if resting <= base.always_moving or base.is_sharded:  # of shards the weights are there in a module's call alone
         return logits
     base.always_moving |= resting
     with _moving(base, direction):
         return base.logits_at(batch)
+
+
+def has_modules_for_experts(model: nn.Module) -> bool:
+    """Are there experts that are modules of their own, which not every row's tokens go to?"""
+    return any(isinstance(child, nn.ModuleList) and name.endswith("experts") for name, child in model.named_modules())
 
 
 @dataclass(frozen=True)
@@ -107,7 +142,7 @@ class _Moving:
     """The weights of the space as they move, put over the modules' own ones and taken away again."""
 
     def __init__(self, base: BaseGradients, direction: Tensor) -> None:
-        self.direction, self.called = direction, set[nn.Module]()
+        self.base, self.direction, self.called = base, direction, set[nn.Module]()
         known = {id(parameter): (weight, parameter, indices) for weight, parameter, indices in base.weights}
         self.owned = [
             _Owned(module, attribute, *known[id(parameter)])
@@ -137,14 +172,19 @@ class _Moving:
             vars(one.module).pop(one.attribute, None)
 
     def _moved(self, one: _Owned) -> Tensor:
-        """With its share of the direction as tangent."""
-        weight, parameter = one.weight, one.parameter
+        """With its share of the direction as tangent. Over shards all ranks call this, in the order of the calls."""
+        weight = one.weight
+        # FSDP has put the whole weight in the place of the shard by now.
+        parameter = one.module.get_parameter(one.attribute).detach()
         selected = self.direction[weight.offset : weight.stop].to(parameter.device, parameter.dtype)
         tangent = selected
         if one.indices is not None:
             tangent = torch.zeros(weight.numel, dtype=parameter.dtype, device=parameter.device)
             tangent[one.indices] = selected
-        return forward_ad.make_dual(parameter.detach(), tangent.view(weight.shape))
+        if self.base.is_sharded:
+            edges = [shards[weight.name] for shards in self.base.shards_by_rank]
+            tangent = self.base.comm.gathered(tangent, [stop - start for start, stop in edges])
+        return forward_ad.make_dual(parameter, tangent.view(parameter.shape))
 
 
 @contextlib.contextmanager

@@ -227,9 +227,9 @@ class TextPredictionTrainer(Evaluations):
         decoder's vector and `scaling` to plain. `max_harm`, `split`, `max_size` and `neutral_blanks` are for the
         evaluation that is made. A step that it calls of no use is not taken, unless with `force`. With `output_dir` the
         changed model is saved there, in the dtype of the base model's files or in `dtype`, with tokenizer and model
-        card; on several ranks, rank 0 does that and returns the model, the others None. `save_as="delta"` saves the
-        change alone, and returns it as a `Delta`. A list of classes gives a list of models, saved in directories of
-        their names. All ranks call this.
+        card; on several ranks, rank 0 does that and returns the model, the others None, as does a run that offloads,
+        which has no room for a second model. `save_as="delta"` saves the change alone, and returns it as a `Delta`. A
+        list of classes gives a list of models, saved in directories of their names. All ranks call this.
         """
         if not isinstance(target_class, str) and target_class is not None:
             return [
