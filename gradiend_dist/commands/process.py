@@ -31,6 +31,7 @@ class Process:
         self.kept = kept
         """What the same command goes on from after a stop that nothing was saved at."""
         self.comm = Comm()
+        """Until the ranks have found each other, one of this process alone."""
         self.is_first = os.environ.get("RANK", "0") == "0"
 
     def set_up_logging(self) -> None:
@@ -79,7 +80,7 @@ class Process:
             return code, None, "finished" if comm.is_first else ""
         except UserError as error:
             interrupt.ignore()
-            return 2, f"error: {error}" if self.comm.peers.may_report() else None, "refused"
+            return 2, f"error: {error}" if self._may_report() else None, "refused"
         except PeerError:
             interrupt.ignore()
             return 1, None, ""
@@ -92,7 +93,7 @@ class Process:
         except (torch.OutOfMemoryError, MemoryError) as error:
             interrupt.ignore()
             words = f"out of memory ({first_line(error)}): {self.memory_remedy}"
-            return 1, words if self.comm.peers.may_report() else None, "failed"
+            return 1, words if self._may_report() else None, "failed"
         except RuntimeError as error:
             if self.comm.is_alone or not is_lost_peer(error):
                 self.comm.peers.may_report()
@@ -109,10 +110,16 @@ class Process:
         by_user = stop.signum == signal.SIGINT
         if stop.step is None:
             words = f"{name}: {self.kept}"
-            return stop.exit_code, words if comm.peers.may_report() else None, "stopped"
+            return stop.exit_code, words if self._may_report() else None, "stopped"
         comm.leave()
         words = f"{name}: the state after step {stop.step} is saved; the same command goes on from there"
         return (130 if by_user else 0), words if comm.is_first else None, "stopped"
+
+    def _may_report(self) -> bool:
+        """Is this the rank that speaks? The first that has something to say; before they know of each other, rank 0."""
+        if self.comm.is_alone and not self.is_first:
+            return False
+        return self.comm.peers.may_report()
 
     def end(self, code: int, words: str | None, outcome: str) -> int:
         """One line from one rank. A rank that fails does not wait for the others: they may not answer any more."""

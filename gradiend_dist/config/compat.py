@@ -100,6 +100,10 @@ class Behaviour:
     """Among several seeds one with correlation -0.9 did not converge; alone it did. Corrected: both did, unless
     normalize_gradiend should have turned it."""
 
+    last_digit_selects: bool = False
+    """Of seeds whose scores differ by rounding alone, the one with the larger last digit is chosen. Corrected: the
+    first of them, on any number of ranks."""
+
     supervised_decoder_factual: bool = False
     """A supervised decoder learns from the label of the factual word also with source=alternative, so that its sign is
     opposite to an encoder's. Corrected: from the label of the word whose gradient is the source."""

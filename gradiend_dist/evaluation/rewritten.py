@@ -234,7 +234,7 @@ def _save_moved(
 ) -> None:
     """Save the base model of the session from where the step brings it; it is itself again afterwards.
 
-    In small files, since each is copied while it is written. In one process.
+    In small files, since each is copied while it is written. There is one process: no other rank is asked.
     """
     session, model = run.session, run.get_model()
     target.step.check(model.gradiend)

@@ -36,7 +36,10 @@ _only_level = threading.Lock()
 
 @torch.no_grad()
 def encode_rows(base: BaseGradients, items: Sequence[Item], kind: str, model: GradiendModel, batch_size: int) -> Tensor:
-    """Encodings [rows, m] of one-row items, equal to encoding their gradients up to the order of float32 sums."""
+    """Encodings [rows, m] of one-row items, equal to encoding their gradients up to the order of float32 sums.
+
+    Each process for itself.
+    """
     assert all(len(item.rows) == 1 for item in items), "forward mode tells rows apart, not groups of them"
     encoded = []
     for start in range(0, len(items), batch_size):
@@ -75,7 +78,10 @@ def row_products(
 def _products(
     base: BaseGradients, items: Sequence[Item], kind: str, direction: Tensor, *, shares_input: bool | None = None
 ) -> Tensor:
-    """We_j.x for each item; `shares_input`: of all ranks' items, where they make their passes together."""
+    """We_j.x for each item; `shares_input`: of all ranks' items, where they make their passes together.
+
+    Over shards all ranks call this.
+    """
     factual, alternative = LOSS_WEIGHTS[kind]
     sides = [("factual", factual), ("alternative", alternative)]
     clozes = {side: [getattr(item.rows[0], side) for item in items] for side, weight in sides if weight}
@@ -94,7 +100,10 @@ def _products(
 def _loss_derivatives(
     base: BaseGradients, read: list[Cloze], asked: list[list[Cloze]], direction: Tensor
 ) -> list[Tensor]:
-    """Derivative of each row's mean cross-entropy along `direction`, for each set of questions on the same input."""
+    """Derivative of each row's mean cross-entropy along `direction`, for each set of questions on the same input.
+
+    Over shards all ranks call this.
+    """
     batch = ClozeBatch.of(read, base.pad_id, base.device)
     base.logits_at.prepare(batch)
     # Fused attention kernels have no forward mode; the plain one does.
@@ -110,7 +119,7 @@ def _along(base: BaseGradients, direction: Tensor, batch: ClozeBatch) -> Tensor:
     """The logits while the weights move along `direction`.
 
     A weight moves while a module that owns it is called. Some are used by a module around that one, which is not
-    called then: those move all the time, as soon as they are known.
+    called then: those move all the time, as soon as they are known. Over shards all ranks call this.
     """
     with _moving(base, direction) as moving:
         logits = base.logits_at(batch)
@@ -139,7 +148,10 @@ class _Owned:
 
 
 class _Moving:
-    """The weights of the space as they move, put over the modules' own ones and taken away again."""
+    """The weights of the space as they move, put over the modules' own ones and taken away again.
+
+    Over shards all ranks make it and call its methods.
+    """
 
     def __init__(self, base: BaseGradients, direction: Tensor) -> None:
         self.base, self.direction, self.called = base, direction, set[nn.Module]()
@@ -189,7 +201,7 @@ class _Moving:
 
 @contextlib.contextmanager
 def _moving(base: BaseGradients, direction: Tensor) -> Iterator[_Moving]:
-    """Inside, each module that is called has its weights moving."""
+    """Inside, each module that is called has its weights moving. Over shards all ranks call this together."""
     moving = _Moving(base, direction)
 
     def put(module: nn.Module, _args: object) -> None:

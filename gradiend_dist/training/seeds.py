@@ -17,6 +17,9 @@ from gradiend_dist.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+# Of the largest score: seeds that are nearer to it than this are as good.
+EQUAL_SCORES = 1e-5
+
 
 @sendable
 @dataclass(frozen=True)
@@ -141,11 +144,19 @@ def select_best(results: list[SeedResult], args: TrainingArguments) -> tuple[See
     assert results, "at least one seed was trained"
     converged = [result for result in results if result.verdict.converged]
     if converged:
-        best = max(converged, key=lambda r: _or_lowest(r.selection_score))
+        best = _first_of_the_best(converged, args)
         return best, best.selection_score, "best_convergent_selection_score"
-    best = max(results, key=lambda r: _or_lowest(r.selection_score))
+    best = _first_of_the_best(results, args)
     fallback = "best_available_selection_score" if args.convergent_metric == "loss" else "highest_correlation_fallback"
     return best, best.selection_score, fallback
+
+
+def _first_of_the_best(results: list[SeedResult], args: TrainingArguments) -> SeedResult:
+    """Rounding differs between numbers of ranks, and a run may go on with another: it decides nothing."""
+    scores = [_or_lowest(result.selection_score) for result in results]
+    apart = 0.0 if args.behaviour.last_digit_selects else EQUAL_SCORES * abs(max(scores))
+    least = max(scores) - apart if math.isfinite(max(scores)) else max(scores)
+    return next(result for result, score in zip(results, scores, strict=True) if score >= least)
 
 
 def _or_lowest(score: float | None) -> float:

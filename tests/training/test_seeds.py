@@ -167,3 +167,14 @@ def test_fail_on_non_convergence__says_what_to_try() -> None:
     args = TrainingArguments(fail_on_non_convergence=True)
     with pytest.raises(UserError, match=r"0 of 1 seeds converged, 1 required .*below 0.5.*learning_rate"):
         seeds.check_convergence([result(0, 0.1, args)], args)
+
+
+def test_selection__leaves_nothing_to_rounding() -> None:
+    """Fails if a run that goes on with another number of ranks can promote another seed by a last digit."""
+    args, compat = TrainingArguments(), TrainingArguments(compat="gradiend-0.2")
+    first, second, clearly = (
+        result(seed, score, args) for seed, score in ((0, 0.98765432), (1, 0.98765499), (2, 0.988))
+    )
+    assert seeds.select_best([first, second], args)[0] is first
+    assert seeds.select_best([first, second], compat)[0] is second
+    assert seeds.select_best([first, second, clearly], args)[0] is clearly
