@@ -122,36 +122,55 @@ def test_nccl__refuses_what_it_does():
 # --- what may be waited for
 
 
-def gradients_of(family: str, keep: int | None) -> tuple[BaseGradients, list[Item]]:
+def gradients_of(named: str, keep: int | None, device: Any) -> tuple[BaseGradients, list[Item]]:
     """Of a small model on the device; with `keep` over every so-manieth entry."""
+    family, untied, _ = named.partition(", untied")
     tokenizer = tiny.wordpiece_tokenizer() if family == "bert" else tiny.byte_level_tokenizer()
-    model = tiny.base_model(family, len(tokenizer))
+    model = tiny.base_model(family, len(tokenizer), **({"tie_word_embeddings": False} if untied else {}))
     space = ParameterSpace.of_model(model)
     if keep is not None:
         space = space.select(torch.arange(1, space.size, keep))
     objective = choose_objective("auto", model, tokenizer, max_length=30, mask_placeholder="[MASK]", as_reference=False)
     rows = [("the man said that [MASK] was tired .", "he", "she"), ("the nurse said [MASK] left early .", "she", "he")]
     table = pd.DataFrame(rows, columns=["masked", "factual", "alternative"]).assign(transition="M->F", label=1.0)
-    return BaseGradients(model.to(GPU), tokenizer, objective, space), [
+    model = model.to(device)
+    if not untied:
+        model.tie_weights()  # which moving to a pretend GPU has undone
+    return BaseGradients(model, tokenizer, objective, space), [
         ItemRows(table, objective).item(numbers) for numbers in ([0], [0, 1])
     ]
 
 
 @pytest.mark.parametrize("keep", [None, 7], ids=["whole", "pruned"])
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_gradient__waits_at_most_twice(family, keep):
+@pytest.mark.parametrize("family", ["bert", "bert, untied", "gpt2", "llama", "gemma2"])
+def test_gradient__is_the_hosts_and_waits_at_most_twice(family, keep):
     """transformers asks in a pass whether the mask hides anything, twice for a causal one; nothing else is left.
 
     Fails if a number is read, a size depends on values, or a list goes to the device in a way that is waited for.
     """
+    kinds = ["alternative", "diff"]
+    on_host, (_, item) = gradients_of(family, keep, "cpu")
+    expected = on_host.compute(item, kinds)
     with pretend_gpus(1):
-        base, (first, item) = gradients_of(family, keep)
-        base.compute(first, ["alternative", "diff"])  # finds out about the head, once
+        base, (first, item) = gradients_of(family, keep, GPU)
+        base.compute(first, kinds)  # finds out about the head, once
+        received = {kind: base.empty().zero_() for kind in kinds}
+
+        def take(_item: int, into: list[tuple[str, float]], where: slice, entries: torch.Tensor) -> None:
+            for kind, factor in into:
+                received[kind][where].add_(entries, alpha=factor)
+
         with waits() as counted:
-            base.compute(item, ["alternative", "diff"])
-    print(dict(counted))
-    assert sum(counted.values()) <= 2, dict(counted)
-    assert all(told.startswith("transformers/") for told in counted), dict(counted)
+            found = base.compute(item, kinds)
+        with waits() as counted_by_weight:
+            base.hand_out([item], kinds, take, complete=True)
+        for kind, vector in expected.items():
+            torch.testing.assert_close(found[kind].cpu(), vector)
+            torch.testing.assert_close(received[kind].cpu(), vector)
+    for told in (counted, counted_by_weight):
+        print(dict(told))
+        assert sum(told.values()) <= 2, dict(told)
+        assert all(place.startswith("transformers/") for place in told), dict(told)
 
 
 # --- what runs on it nowhere else

@@ -125,6 +125,23 @@ def check_output(name: str, path: Path, needed: int) -> None:
         )
 
 
+def check_memory(needs: Forecast, need: Need, args: TrainingArguments, free: float, device: str) -> None:
+    """What a process of this launch has to have at once: the base model, and, but for what is offloaded, the rest."""
+    resident = need.base + need.weights + need.moments
+    if resident <= free:
+        return
+    remedies = ["launch on more GPUs (gradiend-dist plan says how many)"]
+    smaller = replace(needs.run.head, n=needs.run.base.n // 100)
+    if need.base + sliced(smaller, smaller.n).weights * 3 <= free and not needs.run.is_pruned:
+        remedies.insert(0, "pass pre_prune_config with topk 0.01")
+    if need.base <= free and not args.offload:
+        remedies.insert(0, "pass offload=true")
+    raise UserError(
+        f"Base model, encoder, decoder and moments need {gib(resident)} on {device}, where {gib(free)} are free: "
+        f"{', or '.join(remedies)}."
+    )
+
+
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from gradiend_dist.commands.plan import Forecast, gib
+from gradiend_dist.commands.plan import Forecast, check_memory, gib
 from gradiend_dist.commands.tables import table
 from gradiend_dist.config.arguments import TrainingArguments
 from gradiend_dist.distributed.devices import free_bytes, sharing
 from gradiend_dist.engines.spread import Spread
 from gradiend_dist.forecast import left_for_store, need_of, need_with_seeds
+from gradiend_dist.memory import Need, Run
 from gradiend_dist.report.records import Seed
 from gradiend_dist.storage.layout import SEED_REPORT
 from gradiend_dist.trainer.text_prediction import TextPredictionTrainer
@@ -20,20 +21,31 @@ from gradiend_dist.training.history import StepPlan
 from gradiend_dist.training.seeds import judge
 
 
-def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
-    """What `--dry_run` shows."""
-    args, data = trainer.args, trainer.data
-    schedule = trainer.training_rows.schedule
-    steps = StepPlan.of(args, schedule)
+def need_and_room(args: TrainingArguments, needs: Forecast) -> tuple[Spread, Need, float]:
+    """What a process of this launch needs on its base model's device, and what is free there. All ranks call this."""
     spread = Spread.of(args)
     device = spread.placement.base_model
     free = free_bytes(device) / sharing(device, spread.comm.local_world_size)
-    need = need_with_seeds(
-        lambda run: need_of(run, spread.launch, spread.placement, args.base_micro_batch_size, free),
-        needs.run,
-        args,
-        free,
-    )
+
+    def need(run: Run) -> Need:
+        return need_of(run, spread.launch, spread.placement, args.base_micro_batch_size, free)
+
+    return spread, need_with_seeds(need, needs.run, args, free), free
+
+
+def require_room(args: TrainingArguments, needs: Forecast) -> None:
+    """Before a weight is loaded: is there room for what has to be there at once? All ranks call this."""
+    spread, need, free = need_and_room(args, needs)
+    check_memory(needs, need, args, free, str(spread.placement.base_model))
+
+
+def plan(trainer: TextPredictionTrainer, needs: Forecast) -> str:
+    """What `--dry_run` shows. All ranks call this."""
+    args, data = trainer.args, trainer.data
+    schedule = trainer.training_rows.schedule
+    steps = StepPlan.of(args, schedule)
+    spread, need, free = need_and_room(args, needs)
+    device = spread.placement.base_model
     where = str(spread.placement) if trainer.comm.is_alone else f"{spread.launch}, rank 0 on {spread.placement.encoder}"
 
     lines = [

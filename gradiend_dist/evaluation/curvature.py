@@ -113,7 +113,7 @@ def mean_squares(base: BaseGradients, items: Sequence[Item], place: VectorPlace)
         entries = entries.to(total.device)
         total[where].addcmul_(entries, entries, value=factor**2 / len(items))
 
-    base.hand_out(items, ["factual"], add, complete=True)
+    base.hand_out(items, ["factual"], add, complete=True, bar="curvature")
     return total
 
 

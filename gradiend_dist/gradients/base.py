@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import to_device
@@ -129,36 +130,46 @@ class BaseGradients:
         self._run_passes(rows, mine, list(kinds), Reduced(self.buckets, deliver, self.device, num_items=len(items)))
 
     def hand_out(
-        self, items: Sequence[Item], kinds: Sequence[str], deliver: Deliver, *, complete: bool = False
+        self,
+        items: Sequence[Item],
+        kinds: Sequence[str],
+        deliver: Deliver,
+        *,
+        complete: bool = False,
+        bar: str | None = None,
     ) -> None:
         """The gradients of these items piece by piece, for who needs no vectors; what is not delivered is zero.
 
         An entry may come in several parts that add up, one for each pass of an item; with `complete` it comes once.
-        All ranks call this, with the same items; each is handed its own slices.
+        `bar` is what a progress bar says. All ranks call this, with the same items; each is handed its own slices.
         """
         by_vector = self.autocast is torch.float16 or (
             complete and not all(self._takes_one_pass(item, kinds) for item in items)
         )
-        if by_vector:  # a pass may have to be repeated, or is not all of an item
-            self._hand_out_vectors(items, kinds, deliver)
-        elif self.in_rounds:
-            for start in range(0, len(items), self.comm.world_size):
-                together = items[start : start + self.comm.world_size]
-                self.compute_round(together, kinds, _numbered(deliver, start))
-        else:
-            for number, item in enumerate(items):
-                rows = self._rows_by_rank(item)
-                if self.comm.is_alone or self.is_sharded:
-                    self._run_passes(rows, item, list(kinds), ByWeight(deliver, number, self.device))
-                else:
-                    self._run_passes(
-                        rows, item, list(kinds), Reduced(self.buckets, _numbered(deliver, number), self.device)
-                    )
+        with progress_over(len(items), bar, self.comm) as progress:
+            if by_vector:  # a pass may have to be repeated, or is not all of an item
+                self._hand_out_vectors(items, kinds, deliver, progress)
+            elif self.in_rounds:
+                for start in range(0, len(items), self.comm.world_size):
+                    together = items[start : start + self.comm.world_size]
+                    self.compute_round(together, kinds, _numbered(deliver, start))
+                    progress.update(len(together))
+            else:
+                for number, item in enumerate(items):
+                    destination: Destination = ByWeight(deliver, number, self.device)
+                    if not (self.comm.is_alone or self.is_sharded):
+                        destination = Reduced(self.buckets, _numbered(deliver, number), self.device)
+                    self._run_passes(self._rows_by_rank(item), item, list(kinds), destination)
+                    progress.update()
 
-    def _hand_out_vectors(self, items: Sequence[Item], kinds: Sequence[str], deliver: Deliver) -> None:
+    def _hand_out_vectors(
+        self, items: Sequence[Item], kinds: Sequence[str], deliver: Deliver, progress: tqdm[Any]
+    ) -> None:
+        """All ranks call this."""
         vectors = {kind: self.empty() for kind in kinds}
         for number, item in enumerate(items):
             self.compute(item, kinds, out=vectors)
+            progress.update()
             for weight, _, _ in self.weights if self.comm.is_alone or self.is_sharded else ():
                 where = slice(weight.offset, weight.stop)
                 for kind in kinds:
@@ -291,6 +302,12 @@ def plan_passes(rows: Sequence[ClozeRow], kinds: list[str]) -> Iterator[tuple[li
         into = [(kind, LOSS_WEIGHTS[kind][index]) for kind in kinds if LOSS_WEIGHTS[kind][index]]
         if into:
             yield [Pass(1.0 - index, float(index), into)], side
+
+
+def progress_over(count: int, words: str | None, comm: Comm) -> tqdm[Any]:
+    """A bar over so many items, with the time that is left, on rank 0's terminal; hidden without words."""
+    hidden = None if words and comm.is_first else True
+    return tqdm(total=count, desc=words, unit="item", leave=False, disable=hidden)
 
 
 def _numbered(deliver: Deliver, first: int) -> Deliver:

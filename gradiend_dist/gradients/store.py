@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradiend_dist.gradients.base import AddToVectors, BaseGradients
+from gradiend_dist.gradients.base import AddToVectors, BaseGradients, progress_over
 from gradiend_dist.gradients.buckets import Deliver
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.space import ParameterSpace
@@ -161,18 +161,21 @@ class GradientSource:
         *,
         complete: bool = False,
         whole_items: bool = False,
+        bar: str | None = None,
     ) -> None:
         """The gradients of these items: from the store, where they are kept for later, or computed and forgotten piece
         by piece, see `BaseGradients.hand_out`. With `whole_items`, each rank computes items of its own."""
         if not self.will_keep(items, kinds):
             self.store.misses += len(items)
-            self.base.hand_out(items, kinds, deliver, complete=complete)
+            self.base.hand_out(items, kinds, deliver, complete=complete, bar=bar)
             return
         if whole_items:
             self.prepare(items, kinds)
-        for number, item in enumerate(items):
-            for kind, vector in self.get(item, kinds, keep=True).items():
-                deliver(number, [(kind, 1.0)], slice(0, len(vector)), vector)
+        with progress_over(len(items), bar, self.base.comm) as progress:
+            for number, item in enumerate(items):
+                for kind, vector in self.get(item, kinds, keep=True).items():
+                    deliver(number, [(kind, 1.0)], slice(0, len(vector)), vector)
+                progress.update()
 
     def has(self, item: Item, kinds: Sequence[str]) -> bool:
         """Are these kept, on every rank? Files are not read for that: a damaged one shows when it is wanted."""

@@ -95,7 +95,9 @@ class RankingGradients:
 
 def computed(base: BaseGradients, kind: str) -> RankingGradients:
     """Computed for this, and forgotten weight by weight. All ranks use them together."""
-    return RankingGradients(base, lambda items, deliver: base.hand_out(items, [kind], deliver, complete=True))
+    return RankingGradients(
+        base, lambda items, deliver: base.hand_out(items, [kind], deliver, complete=True, bar="pre-prune")
+    )
 
 
 def keep_largest(

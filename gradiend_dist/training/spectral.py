@@ -211,7 +211,7 @@ class SpectralStart:
                 if kind == self.source:
                     sizes[number] += torch.linalg.vector_norm(entries, 1) * abs(factor)
 
-        self._hand_out(take, complete=True)
+        self._hand_out(take, "closed form, products", complete=True)
         if not base.slices.is_whole:
             self.comm.total(sizes)
         names = [item.name for item in self.items]
@@ -223,10 +223,10 @@ class SpectralStart:
             base.space.size,
         )
 
-    def _hand_out(self, deliver: Deliver, *, complete: bool = False) -> None:
+    def _hand_out(self, deliver: Deliver, words: str, *, complete: bool = False) -> None:
         """All ranks call this."""
         kinds = self.args.trained_kinds
-        self.gradients.hand_out(self.items, kinds, deliver, complete=complete, whole_items=self.whole_items)
+        self.gradients.hand_out(self.items, kinds, deliver, complete=complete, whole_items=self.whole_items, bar=words)
 
     def _sum_up(self, model: GradiendModel, form: ClosedForm) -> None:
         """The second pass: weighted sums, straight into the model's tensors. All ranks call this."""
@@ -254,7 +254,7 @@ class SpectralStart:
                 if form.offset is not None and bias is not None:
                     bias[where].add_(target, alpha=factor * float(form.offset[number]))
 
-        self._hand_out(take)
+        self._hand_out(take, "closed form, sums")
 
 
 def solve(

@@ -6,19 +6,21 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from transformers import LlamaConfig
 
+from gradiend_dist import PrePruneConfig, TrainingArguments, UserError
 from gradiend_dist.__main__ import main
-from gradiend_dist.commands.plan import needs_of
+from gradiend_dist.commands.plan import Forecast, check_memory, needs_of
 from gradiend_dist.distributed.comm import Comm
 from gradiend_dist.distributed.devices import place
 from gradiend_dist.engines.base import StepOptions
 from gradiend_dist.engines.sliced import SlicedEngine
-from gradiend_dist.forecast import base_of
+from gradiend_dist.forecast import base_of, run_of
 from gradiend_dist.gradients.buckets import Buckets
 from gradiend_dist.memory import (
     DEEPSPEED_BUCKET,
@@ -298,3 +300,29 @@ def test_plan__bad_input_is_one_sentence_and_code_2(arguments, named, config_fil
     assert captured.out == ""
     assert captured.err.startswith("gradiend-dist plan: error: ") and captured.err.count("\n") == 1
     assert named in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "told"),
+    [
+        ({}, 10**12, None),
+        ({}, "base + 4 n", ("offload=true", "topk 0.01", "more GPUs")),
+        ({"offload": True}, "base + 4 n", None),
+        ({"offload": True}, 1000, ("more GPUs",)),
+        ({"pre_prune_config": PrePruneConfig(n_samples=4, topk=0.01)}, "base + 4 n", None),
+    ],
+    ids=str,
+)
+def test_memory__that_does_not_suffice_is_told_with_what_would(options: dict[str, Any], free: Any, told: Any) -> None:
+    """Fails if a run is refused only when its weights are loaded, or without the arguments that would fit."""
+    base, args = llama_base(), TrainingArguments(**options)
+    needs = Forecast(run_of(base, args, 9), 2)
+    need = need_offloaded(needs.run) if args.offload else need_placed(needs.run, 1)
+    room = need.base + 4 * base.n if isinstance(free, str) else free
+    if told is None:
+        check_memory(needs, need, args, room, "cuda:0")
+        return
+    with pytest.raises(UserError, match="on cuda:0, where") as error:
+        check_memory(needs, need, args, room, "cuda:0")
+    assert all(words in str(error.value) for words in told)
+    assert ("offload" in str(error.value)) == ("offload=true" in told)
