@@ -44,7 +44,7 @@ OF_TRAINING = {
     "runtime_monitor": Foreign(False, _TIMES),
     "runtime_monitor_interval": Foreign(5.0, _TIMES),
     "runtime_monitor_system_stats": Foreign(True, _TIMES),
-    "lr_search_config": Foreign(None, "there is no learning-rate search; learning_rate=auto needs none"),
+    "lr_search_config": Foreign(None, "there is no learning-rate search; pass a number as learning_rate, or auto"),
     "criterion": Foreign(None, "the loss is the mean squared error"),
     "model_use_cache": Foreign(False, "the key/value cache is never used for gradients"),
     "base_model_device_map": Foreign(None, _PLACES),
@@ -201,11 +201,12 @@ def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(values.get("report_to"), str):
         values["report_to"] = [values["report_to"]]
     if values.get("optim") == "sgd":
-        raise UserError("optim=sgd is not available: choose adamw, adam or adamw_8bit.")
+        raise UserError("optim='sgd' is not available: choose adamw, adam or adamw_8bit.")
     values.update({"optim": _OPTIMIZERS[name]} if (name := values.get("optim")) in _OPTIMIZERS else {})
     if values.get("save_strategy") == "epoch":
         raise UserError(
-            "save_strategy=epoch is save_only_best=False here: each epoch's model is kept, and the last one promoted."
+            "save_strategy='epoch' is none of best, steps, no: save_only_best=False keeps each epoch's model, and promotes "
+            "the last."
         )
     if values.get("learning_rate") == "tune":
         logger.warning("learning_rate=tune is taken as auto, which needs no search")
