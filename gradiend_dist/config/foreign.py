@@ -205,8 +205,8 @@ def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
     values.update({"optim": _OPTIMIZERS[name]} if (name := values.get("optim")) in _OPTIMIZERS else {})
     if values.get("save_strategy") == "epoch":
         raise UserError(
-            "save_strategy='epoch' is none of best, steps, no: save_only_best=False keeps each epoch's model, and the last "
-            "is promoted."
+            "save_strategy='epoch' is none of best, steps, no: save_only_best=False keeps each epoch's model, and "
+            "promotes the last one."
         )
     if values.get("learning_rate") == "tune":
         logger.warning("learning_rate=tune is taken as auto, which needs no search")

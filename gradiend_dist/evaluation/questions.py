@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradiend_dist.distributed.comm import Comm
+from gradiend_dist.distributed.devices import to_device
 from gradiend_dist.gradients.cloze import Cloze, ClozeBatch, LogitsAt
 
 # Logits of one batch, at most: a vocabulary times the places of all its rows.
@@ -77,7 +78,7 @@ class Questions:
                 answer += range(int(self.starts[number]), int(self.starts[number + 1]))
             first += len(clozes[numbers[0]].positions)
         inputs = ClozeBatch.of([clozes[numbers[0]] for numbers in group], pad_id, device)
-        return _Batch(inputs, *(torch.tensor(column, device=device) for column in (place, token, answer)))
+        return _Batch(inputs, *(to_device(column, device) for column in (place, token, answer)))
 
     @torch.no_grad()
     def ask(

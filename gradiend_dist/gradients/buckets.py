@@ -116,10 +116,11 @@ class ByWeight(Destination):
         yield self._open[weight.name], kept, 1.0
 
     def add(self, weight: Weight, entries: Tensor, factor: float) -> None:
+        assert factor == 1.0, "a scaled loss may overflow and is repeated: such items are handed out as vectors"
         if weight.name in self._open:
             super().add(weight, entries, factor)
         else:
-            self._open[weight.name] = entries if factor == 1.0 else entries.mul_(factor)
+            self._open[weight.name] = entries
 
     def expect(self, weight: Weight, contributions: int) -> None:
         self._waiting[weight.name] = contributions
