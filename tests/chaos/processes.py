@@ -26,6 +26,15 @@ END_WITHIN = 60.0
 SHUTDOWN = 30.0
 
 
+# As `accelerate launch` sets it from zero1.yaml, but for the stage.
+ZERO = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+}
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to launch."""
@@ -205,6 +214,9 @@ def _fork_rank(way: Way, rank: int, port: int, module: str, arguments: Sequence[
         os.environ["TORCHELASTIC_RUN_ID"] = "none"
         if way.name.startswith("fsdp"):
             os.environ |= FSDP
+        if way.name.startswith("zero"):
+            os.environ |= {**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": way.name.removeprefix("zero")}
+            del os.environ["ACCELERATE_USE_CPU"]  # it would drop DeepSpeed without a word
     name = f"gradiend-dist {module.rpartition('.')[2]}"
     code = 98
     try:
