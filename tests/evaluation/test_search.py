@@ -116,3 +116,12 @@ def test_steps__do_not_depend_on_the_last_bits_of_a_measurement():
             search.record(Trial(trial.change, trial.harm + noise, trial.error, trial.value))
         steps.append(search.next())
     assert len(set(steps)) == 1 and steps[0] == rounded(steps[0])
+
+
+def test_curve__knows_no_model_beyond_the_ceiling() -> None:
+    """Fails if a broken model, which may score well on anything, lifts the curve below it."""
+    search = StrengthSearch(0.1)
+    search.record(Trial(1e-3, 0.02, 1e-4, 0.5))
+    search.record(Trial(1e-2, 0.2, 1e-4, 0.99))
+    assert search.curve()[-1] == (0.05, 0.5)
+    assert [trial.value for trial in search.usable] == [0.5]
