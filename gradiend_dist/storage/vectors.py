@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from torch import Tensor
 from gradiend_dist.distributed.devices import free_bytes
 from gradiend_dist.storage.files import explained
 
-# Of what is free on a GPU: more is left to the base model's passes.
-OF_A_GPU = 0.5
+HOST = torch.device("cpu")
+
+# Of what is free: the rest is left to the base model's passes, and on a host to others.
+OF_IT = 0.5
 
 
 def mapped(size: int, dtype: torch.dtype, directory: Path) -> Tensor:
@@ -47,11 +50,18 @@ class VectorPlace:
 
     def zeros(self, size: int) -> Tensor:
         """Of float32."""
-        return self.empty(size, torch.float32).zero_() if self.directory is None else self.empty(size, torch.float32)
+        return self._made(torch.zeros, size, torch.float32)
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """With the base model where that leaves enough to it, else on the host; or in a file."""
-        if self.directory is not None:
-            return mapped(size, dtype, self.directory)
-        fits = self.device.type != "cuda" or size * dtype.itemsize <= OF_A_GPU * free_bytes(self.device)
-        return torch.empty(size, dtype=dtype, device=self.device if fits else "cpu")
+        return self._made(torch.empty, size, dtype)
+
+    def _made(self, make: Callable[..., Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """With the base model where that leaves enough to it, else on the host; offloaded, on the host of a GPU, or,
+        where that has no room either, in a file."""
+        num_bytes, on_gpu = size * dtype.itemsize, self.device.type == "cuda"
+        if self.directory is None:
+            fits = not on_gpu or num_bytes <= OF_IT * free_bytes(self.device)
+            return make(size, dtype=dtype, device=self.device if fits else HOST)
+        if on_gpu and num_bytes <= OF_IT * free_bytes(HOST):
+            return make(size, dtype=dtype)
+        return mapped(size, dtype, self.directory)  # a new file is zero, and need not be written

@@ -65,8 +65,8 @@ class DeviceArguments:
     encoder_decoder_same_device: bool = False
     """On 2+ GPUs: encoder and decoder on 0, base on 1."""
     offload: bool = False
-    """Keep encoder, decoder and all else that has a number for each base weight in files on the host, mapped into
-    memory as far as there is room: a device then holds the base model alone. One process."""
+    """Keep encoder, decoder and all else that has a number for each base weight out of the device: on the host of a
+    GPU, and where that has no room, in files that are mapped into memory. One process."""
     ddp_timeout: int = 1800
     """Seconds after which a rank that does not answer ends the run."""
     use_cached_gradients: bool = False
