@@ -315,7 +315,7 @@ def need_of_base(run: Run) -> Need:
 
 
 def need_offloaded(run: Run) -> Need:
-    """The GPU of a single process whose vectors are in files; `host` is what is in these."""
+    """The GPU of a single process whose vectors are on the host or in files, as `host` says, moments on the host."""
     whole, base = in_steps(run, sliced(run.head, run.head.n)), need_of_base(run)
     return replace(base, host=whole.weights + whole.moments + base.pre_prune + base.host)
 

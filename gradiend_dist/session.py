@@ -187,6 +187,10 @@ class Session:
             self._gradients = GradientSource(base, GradientStore(budget, self._store_directory(space, base)))
         return self._gradients
 
+    def forget_gradients(self) -> None:
+        """They know a device that the base model has left. No communication."""
+        self._gradients = None
+
     def training_store_bytes(self) -> int:
         """Under DeepSpeed half of it: encodings have a store of their own. All ranks call this."""
         shares_it = self.spread.launch.engine == "zero" and self.args.evaluates

@@ -124,7 +124,7 @@ def tree() -> str:
             *folders, last = module.split(".")
             is_folder = any(other.startswith(f"{module}.") for other in inner)
             entry = "    " * len(folders) + last + ("/" if is_folder else ".py")
-            lines.append(f"{entry:28}{first_line(module)}".rstrip())
+            lines.append(f"{entry:27} {first_line(module)}".rstrip())
     return "```text\n" + "\n".join(lines) + "\n```"
 
 

@@ -22,7 +22,14 @@ from gradiend_dist.commands.plain_parser import PlainParser
 from gradiend_dist.config.checks import choices_of, is_union, require, shown
 from gradiend_dist.config.documents import DocumentError, parse_yaml
 from gradiend_dist.config.fields import NO_FLAG, flag_type
-from gradiend_dist.config.foreign import OF_TRAINING, RENAMED, require_default, unknown_key
+from gradiend_dist.config.foreign import (
+    OF_TRAINING,
+    RENAMED,
+    from_hugging_face,
+    require_default,
+    require_one_process,
+    unknown_key,
+)
 from gradiend_dist.config.mapping import read_config_file
 from gradiend_dist.errors import UserError
 
@@ -98,8 +105,7 @@ class CommandParser(PlainParser, HfArgumentParser):
         for action in self._actions:
             if action.dest != "help":
                 actions.setdefault(action.dest, action)  # the first one: --no_NAME of a switch is its second
-        for name, value in values.items():
-            name = RENAMED.get(name, name)
+        for name, value in from_hugging_face(values).items():
             if name in OF_TRAINING:
                 require_default(f"--config {path}: {name}", value, OF_TRAINING[name])
                 continue
@@ -110,6 +116,8 @@ class CommandParser(PlainParser, HfArgumentParser):
 
 def _renamed(word: str) -> str:
     """A flag that users know by another name."""
+    if word.replace("-", "_").startswith("__per_device_train_batch_size"):
+        require_one_process()
     name, equals, value = word.removeprefix("--").partition("=")
     known = RENAMED.get(name.replace("-", "_")) if word.startswith("--") else None
     return word if known is None else f"--{known}{equals}{value}"

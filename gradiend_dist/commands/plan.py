@@ -46,7 +46,6 @@ from gradiend_dist.space import ParameterSpace
 
 GIB = 2**30
 
-SPECTRAL_ITEMS = TrainingArguments.spectral_items
 
 # What a closed form has where nothing else is asked for.
 SPECTRAL_ITEMS = TrainingArguments().spectral_items
@@ -77,7 +76,8 @@ class Forecast:
     @property
     def disk(self) -> int:
         """Results, and the mapped files of a run that offloads."""
-        return self.num_models * self.model_size + (need_offloaded(self.run).host if self.run.offloads else 0)
+        mapped = self.model_size + need_offloaded(self.run).pre_prune if self.run.offloads else 0
+        return self.num_models * self.model_size + mapped
 
     def lines(self, need: Need) -> list[tuple[str, str]]:
         """`need` is that of a process of this launch."""

@@ -116,8 +116,9 @@ class Process:
         return (130 if by_user else 0), words if comm.is_first else None, "stopped"
 
     def _may_report(self) -> bool:
-        """Is this the rank that speaks? The first that has something to say; before they know of each other, rank 0."""
-        if self.comm.is_alone and not self.is_first:
+        """Is this the rank that speaks? The first that has something to say; of one that all have while they look for
+        each other, rank 0."""
+        if self.comm.is_alone and not self.is_first and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return False
         return self.comm.peers.may_report()
 

@@ -30,7 +30,8 @@ def need_and_room(args: TrainingArguments, needs: Forecast) -> tuple[Spread, Nee
     def need(run: Run) -> Need:
         return need_of(run, spread.launch, spread.placement, args.base_micro_batch_size, free)
 
-    return spread, need_with_seeds(need, needs.run, args, free), free
+    beside_base = free - need(needs.run).base
+    return spread, need_with_seeds(need, needs.run, args, beside_base), free
 
 
 def require_room(args: TrainingArguments, needs: Forecast) -> None:

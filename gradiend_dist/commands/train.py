@@ -103,7 +103,8 @@ def run(command: Command, interrupt: Interrupt) -> int:
         if comm.is_first:
             print(report.plan(trainer, needs))
         return 0
-    comm.together(lambda: report.require_room(command.args, needs))
+    if not command.args.reuses:  # else there may be nothing to train
+        comm.together(lambda: report.require_room(command.args, needs))
     trainer.interrupt = interrupt
     keep = KeepConfig(trainer.experiment_dir, resolved(command), private=may_hold_secrets(command))
     trainer.train(callbacks=[keep])

@@ -184,20 +184,18 @@ TRANSLATED = (*RENAMED, "metric_for_best_model")
 def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
     """Arguments under the names and with the values that Hugging Face users know, as ours."""
     values = {name: value for name, value in values.items() if not (name in NONE_IS_THE_DEFAULT and value is None)}
-    require(
-        "per_device_train_batch_size" not in values or int(os.environ.get("WORLD_SIZE", "1")) == 1,
-        "per_device_train_batch_size would give another result on another number of processes: pass train_batch_size, "
-        "the rows of one gradient over all of them.",
-    )
+    if "per_device_train_batch_size" in values:
+        require_one_process()
     for theirs, ours in RENAMED.items():
         _rename(values, theirs, ours)
     if "metric_for_best_model" in values:
-        metric = str(values.pop("metric_for_best_model")).removeprefix("eval_")
+        metric = str(values["metric_for_best_model"]).removeprefix("eval_")
         require(
             metric in ("correlation", "loss"),
             f"metric_for_best_model={metric} is none that a run measures: choose correlation or loss.",
         )
-        values.setdefault("convergent_metric", metric)
+        values["metric_for_best_model"] = metric
+        _rename(values, "metric_for_best_model", "convergent_metric")
     if isinstance(values.get("report_to"), str):
         values["report_to"] = [values["report_to"]]
     if values.get("optim") == "sgd":
@@ -212,6 +210,14 @@ def from_hugging_face(values: dict[str, Any]) -> dict[str, Any]:
         logger.warning("learning_rate=tune is taken as auto, which needs no search")
         values["learning_rate"] = "auto"
     return values
+
+
+def require_one_process() -> None:
+    require(
+        int(os.environ.get("WORLD_SIZE", "1")) == 1,
+        "per_device_train_batch_size would give another result on another number of processes: pass train_batch_size, "
+        "the rows of one gradient over all of them.",
+    )
 
 
 def _rename(values: dict[str, Any], theirs: str, ours: str) -> None:

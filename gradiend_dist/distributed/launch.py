@@ -48,7 +48,9 @@ def launched(timeout: float) -> Launch:
 
 
 def _join(timeout: float) -> Launch:
-    if not follow_the_launcher():  # the commands have done so already; a user's own script has not
+    # The commands have done so already, a user's own script has not. That of a single process is not followed: its
+    # environment may come from a shell that has nothing to do with a launcher.
+    if "TORCHELASTIC_RUN_ID" in os.environ and not follow_the_launcher():
         raise UserError("The launcher is gone: start it again.")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     deepspeed, fsdp = (_is_on(f"ACCELERATE_USE_{name}") for name in ("DEEPSPEED", "FSDP"))

@@ -223,7 +223,8 @@ def _rows_fit_shards(gradients: GradientSource, item: Item, kind: str, encoder: 
         by_rows = encoder.comm.total(row_products(base, [item], kind, weight, 1))
         gradient = gradients.get(item, [kind], keep=False)[kind]
         by_gradient = encoder.comm.total(encoder.products(gradient))
-        squares = encoder.comm.total(torch.stack([weight.double().square().sum(), gradient.double().square().sum()]))
+        norms = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in (weight, gradient)]
+        squares = encoder.comm.total(torch.stack(norms).square())
         scale = max(float(by_gradient.abs().max()), 1e-3 * float(squares.prod().sqrt()))
         rounded = next(base.model.parameters()).dtype != torch.float32 or base.autocast is not None
         fits = bool((by_rows[0] - by_gradient).abs().max() <= (5e-2 if rounded else 1e-3) * scale)

@@ -46,7 +46,7 @@ class HeldOut:
     def measure(self, model: GradiendModel) -> dict[str, float | None]:
         """The shares that a model, or all ranks' parts of one, explains; `held_out_loss` is the loss of training."""
         sketch = self._new_sketch() if self._products is None else None
-        kinds = [self.target] if self.source is None else [self.source, self.target]
+        kinds = list(dict.fromkeys(kind for kind in (self.source, self.target) if kind is not None))
         if self.gradients.will_keep(self.items, kinds) or self._is_cut(model):
             errors = self._errors_of_vectors(model, kinds, sketch)
         else:

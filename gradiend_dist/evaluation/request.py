@@ -67,9 +67,10 @@ class DecoderRequest:
             "lrs is empty: pass at least one learning rate, or None for the default.",
         )
         for name in ("lrs", "feature_factors"):
-            for value in vars(self)[name] or ():
+            given = vars(self)[name]
+            for value in () if given is None else given:
                 require(math.isfinite(value), f"{name}={value} is no finite number: pass e.g. 0.1.")
-        for value in self.lrs or ():
+        for value in () if self.lrs is None else self.lrs:
             require(value != 0.0, "lrs=0 rewrites nothing: pass other learning rates.")
         for name in ("max_size", "max_size_training_like", "max_size_neutral", "eval_batch_size"):
             value = vars(self)[name]

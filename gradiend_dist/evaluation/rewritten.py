@@ -196,7 +196,7 @@ def rewritten_model(
             lambda: _save(changed, model.tokenizer, output_dir, change, max_shard_size),
         )
         return changed
-    if _has_room_for_one(run, dtype):
+    if _moves_the_loaded_model(run, dtype):
         _save_moved(run, target, saved_at, output_dir, max_shard_size)
         return None
     kept: list[nn.Module] = []
@@ -219,7 +219,7 @@ def rewritten_model(
     return kept[0] if kept else None
 
 
-def _has_room_for_one(run: TrainedRun, dtype: str | None) -> bool:
+def _moves_the_loaded_model(run: TrainedRun, dtype: str | None) -> bool:
     """Is the loaded base model to be moved in place? With `offload` there is no room for another, and it is the same
     where its dtype is that of its files."""
     session = run.session

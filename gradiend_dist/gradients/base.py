@@ -86,8 +86,10 @@ class BaseGradients:
         self.collector = GradientCollector(model, mapped, is_sharded=self.is_sharded)
         self.weights = self.collector.weights
         self._buckets: Buckets | None = None
-        self.always_moving: set[nn.Module] = set()
-        """Of forward mode: modules whose weights others use without calling them."""
+        # Of shards the weights are there in a module's call alone.
+        embeddings: set[nn.Module] = set() if self.is_sharded else {model.get_input_embeddings()}  # type: ignore[operator]
+        self.always_moving = embeddings
+        """Of forward mode: modules whose weights others use without calling them; of the embeddings some heads do."""
         self.rows_in_shards: bool | None = None
         """Does forward mode give the encodings of rows over shards? None: nobody has looked."""
 
@@ -143,8 +145,9 @@ class BaseGradients:
         An entry may come in several parts that add up, one for each pass of an item; with `complete` it comes once.
         `bar` is what a progress bar says. All ranks call this, with the same items; each is handed its own slices.
         """
+        kinds = list(dict.fromkeys(kinds))
         by_vector = self.autocast is torch.float16 or (
-            complete and not all(self._takes_one_pass(item, kinds) for item in items)
+            complete and not all(self.takes_one_pass(item, kinds) for item in items)
         )
         with progress_over(len(items), bar, self.comm) as progress:
             if by_vector:  # a pass may have to be repeated, or is not all of an item
@@ -159,7 +162,7 @@ class BaseGradients:
                     destination: Destination = ByWeight(deliver, number, self.device)
                     if not (self.comm.is_alone or self.is_sharded):
                         destination = Reduced(self.buckets, _numbered(deliver, number), self.device)
-                    self._run_passes(self._rows_by_rank(item), item, list(kinds), destination)
+                    self._run_passes(self._rows_by_rank(item), item, kinds, destination)
                     progress.update()
 
     def _hand_out_vectors(
@@ -178,7 +181,7 @@ class BaseGradients:
                 for kind in kinds:
                     deliver(number, [(kind, 1.0)], slice(0, self.slices.size), vectors[kind])
 
-    def _takes_one_pass(self, item: Item, kinds: Sequence[str]) -> bool:
+    def takes_one_pass(self, item: Item, kinds: Sequence[str]) -> bool:
         """Does one backward pass give all of each kind? Where the rows of ranks do not decide, these are all rows."""
         of_a_rank = len(item.rows) if self.in_rounds else -(-len(item.rows) // self.comm.world_size)
         if self.micro_batch_size is not None and of_a_rank > self.micro_batch_size:

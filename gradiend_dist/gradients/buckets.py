@@ -97,7 +97,7 @@ class Direct(Destination):
 class ByWeight(Destination):
     """Hands on each weight's gradient of a pass and forgets it; a weight that gets none is not handed on.
 
-    The largest weight's gradient is in memory, and those of weights that several modules share until all have fired.
+    The largest weight's gradient is in memory, and those of embeddings and heads until the pass is over.
     """
 
     def __init__(self, deliver: Deliver, item: int, device: torch.device) -> None:
@@ -106,7 +106,8 @@ class ByWeight(Destination):
     def begin(self, into: list[tuple[str, float]]) -> None:
         self._into = into
         self._open: dict[str, Tensor] = {}
-        self._waiting: dict[str, int] = {}
+        self._weights: dict[str, Weight] = {}
+        self._hooked: set[str] = set()
 
     def ranges(self, weight: Weight, *, as_zeros: bool = False) -> Iterator[tuple[Tensor, bool, float]]:
         kept = weight.name in self._open
@@ -122,16 +123,21 @@ class ByWeight(Destination):
         else:
             self._open[weight.name] = entries
 
-    def expect(self, weight: Weight, contributions: int) -> None:
-        self._waiting[weight.name] = contributions
+    def expect(self, weight: Weight, contributions: int) -> None:  # noqa: ARG002
+        """Some models use such a weight where no hook counts it, so it is complete at the end of the pass."""
+        self._hooked.add(weight.name)
 
     def done(self, weight: Weight) -> None:
-        self._waiting[weight.name] = self._waiting.get(weight.name, 1) - 1
-        if not self._waiting[weight.name]:
-            self.deliver(self.item, self._into, slice(weight.offset, weight.stop), self._open.pop(weight.name))
+        self._weights[weight.name] = weight
+        if weight.name not in self._hooked:
+            self._hand_on(weight)
 
     def end(self, *, had_rows: bool = True) -> None:  # noqa: ARG002
-        assert not self._open, f"{next(iter(self._open))} got less of its gradient than was expected"
+        for name in list(self._open):
+            self._hand_on(self._weights[name])
+
+    def _hand_on(self, weight: Weight) -> None:
+        self.deliver(self.item, self._into, slice(weight.offset, weight.stop), self._open.pop(weight.name))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,6 @@ def row_products(
     comm = base.comm
     shares_input = all(item.rows[0].shares_input for item in items)
     found = torch.zeros(len(items), len(encoder_weight), dtype=torch.float64, device=encoder_weight.device)
-    reshard(base.model)  # who has just asked it has left some weights whole
     for start in range(0, len(items), batch_size * comm.world_size):
         places = range(start, min(start + batch_size * comm.world_size, len(items)))
         mine = list(places)[comm.rank :: comm.world_size]
@@ -121,6 +120,8 @@ def _along(base: BaseGradients, direction: Tensor, batch: ClozeBatch) -> Tensor:
     A weight moves while a module that owns it is called. Some are used by a module around that one, which is not
     called then: those move all the time, as soon as they are known. Over shards all ranks call this.
     """
+    if base.is_sharded:
+        reshard(base.model)  # weights are known by their shards, and a pass leaves the outermost ones whole
     with _moving(base, direction) as moving:
         logits = base.logits_at(batch)
     resting = moving.resting()
@@ -133,7 +134,8 @@ def _along(base: BaseGradients, direction: Tensor, batch: ClozeBatch) -> Tensor:
 
 def has_modules_for_experts(model: nn.Module) -> bool:
     """Are there experts that are modules of their own, which not every row's tokens go to?"""
-    return any(isinstance(child, nn.ModuleList) and name.endswith("experts") for name, child in model.named_modules())
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return any(isinstance(child, containers) and name.endswith("experts") for name, child in model.named_modules())
 
 
 @dataclass(frozen=True)
@@ -162,16 +164,16 @@ class _Moving:
             for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if id(parameter) in known
         ]
-        self.always = [one for one in self.owned if one.module in base.always_moving]
-        self.in_calls: dict[nn.Module, list[_Owned]] = {}
+        self.moved_always = [one for one in self.owned if one.module in base.always_moving]
+        self.moved_in_calls: dict[nn.Module, list[_Owned]] = {}
         for one in self.owned:
-            self.in_calls.setdefault(one.module, [])
+            self.moved_in_calls.setdefault(one.module, [])
             if one.module not in base.always_moving:
-                self.in_calls[one.module].append(one)
+                self.moved_in_calls[one.module].append(one)
 
     def resting(self) -> set[nn.Module]:
         """Owners that were not called."""
-        return self.in_calls.keys() - self.called
+        return self.moved_in_calls.keys() - self.called
 
     def put(self, owned: Sequence[_Owned]) -> None:
         for one in owned:
@@ -206,16 +208,16 @@ def _moving(base: BaseGradients, direction: Tensor) -> Iterator[_Moving]:
 
     def put(module: nn.Module, _args: object) -> None:
         moving.called.add(module)
-        moving.put(moving.in_calls[module])
+        moving.put(moving.moved_in_calls[module])
 
     def take_away(module: nn.Module, _args: object, _output: object) -> None:
-        moving.take_away(moving.in_calls[module])
+        moving.take_away(moving.moved_in_calls[module])
 
     hooks = []
-    for module in moving.in_calls:
+    for module in moving.moved_in_calls:
         hooks += [module.register_forward_pre_hook(put), module.register_forward_hook(take_away)]
     try:
-        moving.put(moving.always)
+        moving.put(moving.moved_always)
         yield moving
     finally:
         moving.take_away(moving.owned)

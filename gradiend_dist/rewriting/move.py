@@ -33,7 +33,7 @@ from gradiend_dist.errors import UserError
 from gradiend_dist.rewriting.step import Step
 from gradiend_dist.space import Weight
 from gradiend_dist.storage.vectors import VectorPlace
-from gradiend_dist.storage.weight_file import shapes
+from gradiend_dist.storage.weight_file import ENCODER_BIAS, shapes
 
 # Of 32 random bits those that decide about the part of a float32 that bfloat16 has no room for.
 LOWER_BITS = 2**16 - 1
@@ -95,6 +95,8 @@ class VectorsInFile:
         """The file is of the whole model, of which this rank may have a part."""
         names = set(self._file.keys())
         for name, shape in shapes(gradiend).items():
+            if name == ENCODER_BIAS:
+                continue  # no direction needs it, and some models have none
             there = self._file.get_slice(name).get_shape() if name in names else None
             if there != list(shape):
                 raise UserError(f"{path} has {name} of shape {there}, not {list(shape)}: it is damaged.")

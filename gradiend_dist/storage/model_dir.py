@@ -44,9 +44,9 @@ from gradiend_dist.storage.files import (
 from gradiend_dist.storage.layout import CONTEXT, INDICES, MASKS, MODEL_CONFIG, TOKENIZER, TRAINING, WEIGHTS
 from gradiend_dist.storage.records import find_training
 from gradiend_dist.storage.visibility import everyone_sees
-from gradiend_dist.storage.weight_file import read_weights, write_weights
+from gradiend_dist.storage.weight_file import ENCODER_BIAS, read_weights, write_weights
 
-ENCODER_BIAS, DECODER_BIAS = "encoder.0.linear.bias", "decoder.0.linear.bias"
+DECODER_BIAS = "decoder.0.linear.bias"
 
 
 def is_model_directory(path: str | Path) -> bool:
@@ -247,12 +247,12 @@ def load_gradiend(
     all_see_it = everyone_sees(path / MODEL_CONFIG, comm)
     read_here = all_see_it or comm.is_first
     architecture, space = _read_architecture(path) if read_here else ({}, ParameterSpace([]))
+    if read_here and "bias_decoder" not in architecture and find_weights(path) is not None:
+        architecture["bias_decoder"] = DECODER_BIAS in _names_in(path)
     if not all_see_it:
         architecture, space = comm.decide((architecture, space))
     if mapped:
         devices = {"device": "meta"}
-    if read_here and "bias_decoder" not in architecture and find_weights(path) is not None:
-        architecture["bias_decoder"] = DECODER_BIAS in _names_in(path)
     model = _empty_gradiend(architecture, space, slices=None if slices is None else slices(space), **devices)
     if not model.slices.is_whole:
         restore_weights(model, path, comm)

@@ -21,7 +21,7 @@ from gradiend_dist.storage.files import explained
 HOST = torch.device("cpu")
 
 # Of what is free: the rest is left to the base model's passes, and on a host to others.
-OF_IT = 0.5
+SHARE_OF_FREE = 0.5
 
 
 def mapped(size: int, dtype: torch.dtype, directory: Path) -> Tensor:
@@ -60,8 +60,8 @@ class VectorPlace:
         where that has no room either, in a file."""
         num_bytes, on_gpu = size * dtype.itemsize, self.device.type == "cuda"
         if self.directory is None:
-            fits = not on_gpu or num_bytes <= OF_IT * free_bytes(self.device)
+            fits = not on_gpu or num_bytes <= SHARE_OF_FREE * free_bytes(self.device)
             return make(size, dtype=dtype, device=self.device if fits else HOST)
-        if on_gpu and num_bytes <= OF_IT * free_bytes(HOST):
+        if on_gpu and num_bytes <= SHARE_OF_FREE * free_bytes(HOST):
             return make(size, dtype=dtype)
         return mapped(size, dtype, self.directory)  # a new file is zero, and need not be written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from gradiend_dist.evaluation.encoder_report import EncoderReport
 from gradiend_dist.evaluation.request import DecoderRequest
 from gradiend_dist.storage.records import read_seed_report, read_training
 from gradiend_dist.training.experiment import ModelOfExperiment
-
-logger = logging.getLogger(__name__)
 
 
 class Evaluations(ModelOfExperiment):

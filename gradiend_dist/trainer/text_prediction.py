@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from transformers import TrainerCallback
 
 from gradiend_dist.config.arguments import TrainingArguments
@@ -25,6 +26,7 @@ from gradiend_dist.engines.optimizer import import_bitsandbytes
 from gradiend_dist.errors import UserError
 from gradiend_dist.evaluation.rewritten import RewriteRequest, chosen_target, rewritten_model, saved_delta
 from gradiend_dist.model_with_gradiend import ModelWithGradiend
+from gradiend_dist.report.plots import check_format
 from gradiend_dist.rewriting.card import as_dtype, check_output, check_saving
 from gradiend_dist.storage import provenance
 from gradiend_dist.storage.fingerprint import reusable, training_fingerprint
@@ -96,7 +98,7 @@ class TextPredictionTrainer(Evaluations):
             self._override(overrides)
         if not self._is_checked:
             self.check()
-        self._is_checked, self._trained = False, None  # files may change until the next training
+        self._is_checked, self._trained, self.plot_path = False, None, None  # files may change until the next training
         wanted = training_fingerprint(self.args, self.data.fingerprint(), self.base_model_name)
         path = self.model_path
         if self.comm.first(f"looking at {path}", lambda: reusable(path, wanted, self.args.reuses)):
@@ -109,7 +111,7 @@ class TextPredictionTrainer(Evaluations):
             results = training.run()
         if self.args.only_seed is None:
             self._has_trained = True
-            if self.experiment_dir is not None and importlib.util.find_spec("matplotlib") is not None:
+            if self.experiment_dir is not None and self.comm.decide(_can_draw()):
                 self.plot_path = self.plot_training_convergence(show=False)
             seeds.check_convergence(results, self.args)
         return self
@@ -131,7 +133,11 @@ class TextPredictionTrainer(Evaluations):
         """The current model with its tokenizer, in `output_dir` or where the run's model is. All ranks call this."""
         path = self.model_path if output_dir is None else Path(output_dir)
         saved_at = self.saved_at()
-        if saved_at is None or path.resolve() != saved_at.resolve():
+        require(
+            saved_at is not None or self._has_trained or isinstance(self.model, ModelWithGradiend),
+            "save_model() finds no trained model: call train() first.",
+        )
+        if self._trained is not None or saved_at is None or path.resolve() != saved_at.resolve():
             model = self.get_model()
             record = (
                 None if saved_at is None else self.comm.first("reading the record", lambda: find_training(saved_at))
@@ -182,6 +188,8 @@ class TextPredictionTrainer(Evaluations):
         No communication.
         """
         check_before_training(self.args, self.data)
+        if self.experiment_dir is not None and _can_draw():
+            check_format(self.config.img_format)
         _ = self.training_rows  # too few rows for an item are reported here
         if self.experiment_dir is None and None in (self.args.output_dir, self.args.seed_runs_dir):
             self._is_checked = True
@@ -268,16 +276,21 @@ class TextPredictionTrainer(Evaluations):
         return rewritten_model(self, target, output_dir, dtype=dtype, max_shard_size=max_shard_size)
 
     def to(self, device: Any) -> TextPredictionTrainer:
-        """The current model to a device; returns self. A training puts its models where its arguments say."""
+        """The current model, with its base model, to a device, to encode and rewrite there; returns self.
+
+        Evaluations and trainings compute on the device of the base model, and keep their own vectors where the
+        arguments say. No communication.
+        """
         self.get_model().to(device)
+        self.session.forget_gradients()
+        self._inputs = None
         return self
 
     def cpu(self) -> TextPredictionTrainer:
         return self.to("cpu")
 
     def cuda(self, device: int | str | None = None) -> TextPredictionTrainer:
-        self.get_model().cuda(device)
-        return self
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     def pre_prune(
         self, pre_cfg: PrePruneConfig | None = None, *, inplace: bool = True
@@ -324,6 +337,10 @@ class TextPredictionTrainer(Evaluations):
         """Evaluations and the next training are about this model, and not about one that was saved."""
         self.model = self._trained = model
         self._has_trained = False
+
+
+def _can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_before_training(args: TrainingArguments, data: FeatureData) -> None:

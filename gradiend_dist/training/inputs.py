@@ -145,7 +145,8 @@ class TrainingInputs:
         kinds = list(dict.fromkeys((config.source, *args.trained_kinds)))
         one_pass = (
             spread.launch.engine != "zero"  # its ranks train on whole gradients, and prune by parts of them
-            and gradients_fit(len(kinds) * len(items), base.largest_slices, self.session.store_bytes())
+            # and the two vectors that rank the weights
+            and gradients_fit(len(kinds) * len(items) + 2, base.largest_slices, self.session.store_bytes())
         )
         if known is not None and not one_pass:
             return known

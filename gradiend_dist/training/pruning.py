@@ -86,18 +86,21 @@ def pre_prune_by_items(
 
 @dataclass(frozen=True)
 class RankingGradients:
-    """The gradients that rank the weights; each entry of an item is delivered once."""
+    """The gradients that rank the weights."""
 
     base: BaseGradients
     hand_out: Callable[[Sequence[Item], Deliver], None]
-    """All ranks call this."""
+    """All ranks call this. An entry comes in parts that add up where `is_complete` denies that it comes once."""
+    is_complete: Callable[[Item], bool] = lambda _: True
 
 
 def computed(base: BaseGradients, kind: str) -> RankingGradients:
     """Computed for this, and forgotten weight by weight. All ranks use them together."""
-    return RankingGradients(
-        base, lambda items, deliver: base.hand_out(items, [kind], deliver, complete=True, bar="pre-prune")
-    )
+
+    def hand_out(items: Sequence[Item], deliver: Deliver) -> None:
+        base.hand_out(items, [kind], deliver, bar="pre-prune")
+
+    return RankingGradients(base, hand_out, lambda item: base.takes_one_pass(item, [kind]))
 
 
 def keep_largest(
@@ -280,12 +283,12 @@ def _total(comm: Comm, count: int) -> int:
 def sum_of_sizes(gradients: RankingGradients, groups: Sequence[Sequence[Item]], place: VectorPlace) -> Tensor:
     """Mean over the groups of |mean gradient of the group's items|, of this rank's slices, at `place`.
 
-    There it takes one vector, and where a group has several items a second one, for their mean.
+    There it takes one vector, and where a group has several items or passes a second one, for their mean.
     All ranks call this.
     """
     base = gradients.base
-    total = place.zeros(base.slices.size)
-    mean = place.zeros(base.slices.size) if any(len(group) > 1 for group in groups) else None
+    adds_up = any(len(group) > 1 or not gradients.is_complete(group[0]) for group in groups)
+    total, mean = _rooms(place, base.slices.size, 2 if adds_up else 1)
     for group in groups:
         share = 1.0 / len(group)
 
@@ -300,7 +303,7 @@ def sum_of_sizes(gradients: RankingGradients, groups: Sequence[Sequence[Item]], 
 
         gradients.hand_out(group, take)
         if mean is not None:
-            total.add_(mean.abs_().to(total.device), alpha=1.0 / len(groups))
+            total.add_(mean.abs_(), alpha=1.0 / len(groups))
             mean.zero_()
         # A number that is not finite stays one in the sum.
         if not base.comm.all_agree(_is_finite(total)):
@@ -309,6 +312,12 @@ def sum_of_sizes(gradients: RankingGradients, groups: Sequence[Sequence[Item]], 
                 "weights and these rows."
             )
     return total
+
+
+def _rooms(place: VectorPlace, size: int, count: int) -> tuple[Tensor, Tensor | None]:
+    """One vector or two, in one place."""
+    room = place.zeros(count * size)
+    return room[:size], room[size:] if count == 2 else None
 
 
 def _is_finite(vector: Tensor) -> bool:

@@ -160,7 +160,7 @@ def _first_of_the_best(results: list[SeedResult], args: TrainingArguments) -> Se
 
 
 def _or_lowest(score: float | None) -> float:
-    return float("-inf") if score is None else score
+    return float("-inf") if score is None or math.isnan(score) else score
 
 
 def seed_report(results: list[SeedResult], args: TrainingArguments) -> dict[str, Any]:

@@ -211,7 +211,8 @@ class SpectralStart:
                 if kind == self.source:
                     sizes[number] += torch.linalg.vector_norm(entries, 1) * abs(factor)
 
-        self._hand_out(take, "closed form, products", complete=True)
+        # Products add up over the passes of an item; sizes, which learning_rate=auto is made of, do not.
+        self._hand_out(take, "closed form, products", complete=self.args.refines)
         if not base.slices.is_whole:
             self.comm.total(sizes)
         names = [item.name for item in self.items]

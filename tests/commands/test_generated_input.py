@@ -61,10 +61,10 @@ VALUES = st.recursive(
 
 ARGUMENTS = sorted({*TrainingArguments.__dataclass_fields__, *TextPredictionConfig.__dataclass_fields__})
 
-# What would reach the network or other devices instead of an answer.
 # Seconds that an answer may take, on a busy machine as well.
 TOO_LONG = 20.0
 
+# What would reach the network or other devices instead of an answer.
 LEFT_OUT = {"hf_dataset", "report_to", "trust_remote_code", "dataset_trust_remote_code"}
 
 YAML_TEXTS = st.one_of(

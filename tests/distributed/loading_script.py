@@ -22,13 +22,17 @@ from gradiend_dist.engines.spread import Spread
 from gradiend_dist.errors import UserError
 from gradiend_dist.gradients.base import BaseGradients
 from gradiend_dist.gradients.cloze import Cloze, ClozeRow, choose_objective
+from gradiend_dist.gradients.forward_mode import row_products
 from gradiend_dist.gradients.items import Item
 from gradiend_dist.model.base import load_base_model
 from gradiend_dist.space import ParameterSpace
 
+# Those whose rows are encoded as well.
+ENCODED = ("bert-float32", "gpt2-float32", "llama-float32")
 
-def gradients(spread: Spread, model: nn.Module, tokenizer: Any) -> tuple[torch.Tensor, Any]:
-    """This rank's part of an item's gradient, and the space."""
+
+def gradients(spread: Spread, model: nn.Module, tokenizer: Any) -> tuple[torch.Tensor, nn.Module, BaseGradients]:
+    """This rank's part of an item's gradient, the model as it is placed, and what computes."""
     space = ParameterSpace.of_model(model)
     spread, model = spread.place_base_model(model, space)
     objective = choose_objective("auto", model, tokenizer, max_length=16, mask_placeholder="[MASK]", as_reference=False)
@@ -37,9 +41,25 @@ def gradients(spread: Spread, model: nn.Module, tokenizer: Any) -> tuple[torch.T
     )
     base = BaseGradients(
         model, tokenizer, objective, space, comm=spread.comm, slices_by_rank=spread.training_slices(space),
-        shards=spread.own_shards(),
+        shards=spread.own_shards(), shards_by_rank=spread.shards,
     )  # fmt: skip
-    return base.compute(Item(rows), ["diff"])["diff"], model
+    return base.compute(Item(rows), ["diff"])["diff"], model, base
+
+
+def encodings_differ(base: BaseGradients) -> float:
+    """By how much encodings of rows in one pass differ from those of their gradients, of the largest of them.
+
+    More rows than a pass has, and of another number of tokens in each word. All ranks call this.
+    """
+    clozes = [Cloze((3, 5 + row, 4, 9, 7)[: 3 + row % 3], (2,), (6 + row,)) for row in range(5)]
+    others = [Cloze((3, 5 + row, 4, 7)[: 3 + row % 2], (2,), (8,)) for row in range(5)]
+    items = [Item((ClozeRow(*pair),)) for pair in zip(clozes, others, strict=True)]
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.stack([base.slices.take(torch.randn(base.space.size, generator=generator)) for _ in range(2)])
+    by_gradient = torch.stack([weight.double() @ base.compute(item, ["diff"])["diff"].double() for item in items])
+    by_rows = row_products(base, items, "diff", weight, 1)
+    expected, found = base.comm.total(by_gradient), base.comm.total(by_rows)
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -77,10 +97,11 @@ def compare(spread: Spread, path: Path, dtype: str) -> dict[str, Any]:
     by_rows = is_sharded(model)
     whole, _ = load_base_model(str(path), torch_dtype=dtype, device=device)
     config = whole.config.to_dict() == model.config.to_dict()  # type: ignore[operator, union-attr]
-    gradient, model = gradients(spread, model, tokenizer)
+    gradient, model, base = gradients(spread, model, tokenizer)
+    encodings = encodings_differ(base) if path.name in ENCODED else None
     spread.recompute_layers(model, asked=True)
-    recomputed, model = gradients(spread, model, tokenizer)
-    expected, whole = gradients(spread, whole, tokenizer)
+    recomputed, model, _ = gradients(spread, model, tokenizer)
+    expected, whole, _ = gradients(spread, whole, tokenizer)
     return {
         "by_rows": by_rows,
         "differences": differences(state(model), state(whole)),
@@ -91,6 +112,7 @@ def compare(spread: Spread, path: Path, dtype: str) -> dict[str, Any]:
         "gradient": bool(torch.equal(gradient, expected)),
         "recomputed": bool(torch.equal(recomputed, expected)),
         "norm": float(gradient.norm()),
+        "encodings": encodings,
     }
 
 

@@ -123,6 +123,15 @@ def test_load_base_model__by_rows_is_as_whole(name, ranks):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_row_products__are_those_of_the_gradients(ranks):
+    """Fails if a weight that FSDP leaves whole after a pass does not move in the next one, or ranks' rows are mixed."""
+    encoded = {name: [rank["encodings"] for rank in mine] for name, mine in found(ranks).items() if "float32" in name}
+    measured = {name: values for name, values in encoded.items() if values[0] is not None}
+    assert len(measured) >= 2
+    assert all(value < 1e-4 for values in measured.values() for value in values), measured
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_load_base_model__tells_a_wrong_size_that_a_part_of_the_ranks_sees(ranks):
     """Fails if a shard is compared with nothing but its own size on rank 0."""
     assert any(told is not None and "word_embeddings" in told for told in found(ranks)["broken-vocabulary"])

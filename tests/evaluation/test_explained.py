@@ -55,6 +55,19 @@ def held_out(
     return HeldOut(Given(sources, targets, kept=kept), items, list(labels), source, "diff")  # type: ignore[arg-type]
 
 
+def test_measure__of_one_kind_for_both_counts_it_once() -> None:
+    """Fails if source and target of the same kind are handed out twice."""
+    torch.manual_seed(0)
+    targets, labels = torch.randn(4, N), [1.0, -1.0, 1.0, -1.0]
+    model = GradiendModel(N)
+    items = [Item((), str(number)) for number in range(4)]
+    found = [
+        HeldOut(Given(targets, targets, kept=kept), items, labels, "diff", "diff").measure(model)["explained"]  # type: ignore[arg-type]
+        for kept in (True, False)
+    ]
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "streamed"])
 @pytest.mark.parametrize("activation", ["id", "tanh"])
 @pytest.mark.parametrize("latent_dim", [1, 2])

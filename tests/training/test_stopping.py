@@ -10,6 +10,7 @@ import pytest
 
 from gradiend_dist import PrePruneConfig, TextPredictionTrainer, TrainingArguments
 from gradiend_dist.distributed.interrupt import Interrupt, Preempted
+from gradiend_dist.gradients.cloze import LogitsAt
 from gradiend_dist.training.spectral import SpectralStart
 
 
@@ -23,7 +24,6 @@ PHASES: dict[str, Callable[[TextPredictionTrainer], Any]] = {
     "tokenizing": lambda trainer: trainer.inputs.training_items().item([0, 1]),
     "pruning": lambda trainer: trainer.inputs.pre_pruned(PrePruneConfig(n_samples=4), 0),
     "closed form": closed_form,
-    "held-out items": lambda trainer: trainer.inputs.held_out(trainer.session.space),
     "encoder evaluation": lambda trainer: trainer.evaluate_encoder(max_size=2, use_cache=False),
     "search": lambda trainer: trainer.evaluate_decoder(max_size=4, use_cache=False),
     "grid": lambda trainer: trainer.evaluate_decoder(lrs=[0.1], max_size=4, use_cache=False),
@@ -39,7 +39,17 @@ def test_phase__ends_where_it_was_told_to(
     trainer = TextPredictionTrainer(str(masked_lm), data=feature_frames, target_classes=["M", "F"], args=args)
     _ = trainer.session  # loaded before anybody asks
     told = Interrupt()
-    told.signum = 15
     monkeypatch.setattr(Interrupt, "current", told)
+    if phase == "tokenizing":
+        told.signum = 15
+    prepare = LogitsAt.prepare
+
+    def tell(self: LogitsAt, batch: Any) -> None:
+        """In the first pass of the base model: the second is one too many."""
+        assert not told.signum, "the base model was asked again"
+        told.signum = 15
+        prepare(self, batch)
+
+    monkeypatch.setattr(LogitsAt, "prepare", tell)
     with pytest.raises(Preempted):
         PHASES[phase](trainer)
