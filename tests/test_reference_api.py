@@ -118,3 +118,14 @@ def test_models_with_numbers_that_are_none__are_not_written(trained: TextPredict
         trained.save_model(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     trained.unload_model()
+
+
+@pytest.mark.parametrize(("metadata", "mode"), [({}, 0o044), ({"note": "mine"}, 0)], ids=["nothing free", "free facts"])
+def test_record__with_free_facts_is_for_its_owner(
+    trained: TextPredictionTrainer, tmp_path: Path, metadata: dict[str, str], mode: int
+) -> None:
+    """Fails if what may hold a secret that does not look like one can be read by others."""
+    model, record = trained.get_model(), trained.get_training_stats()
+    record["training_args"]["metadata"] = metadata
+    model.save_pretrained(tmp_path / "model", training=record)
+    assert (tmp_path / "model" / "training.json").stat().st_mode & 0o077 == mode

@@ -123,8 +123,8 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
             partial.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
-    write_text(path, json.dumps(jsonable(value), indent=indent, allow_nan=False) + "\n")
+def write_json(path: Path, value: Any, *, indent: int | None = 2, private: bool = False) -> None:
+    write_text(path, json.dumps(jsonable(value), indent=indent, allow_nan=False) + "\n", private=private)
 
 
 def read_json(path: Path) -> Any:

@@ -138,7 +138,7 @@ def _complete(
             context["feature_class_encoding_direction"] = about.directions
         write_json(partial / CONTEXT, context)
         if training is not None:
-            write_json(partial / TRAINING, training)
+            write_json(partial / TRAINING, training, private=_may_hold_secrets(training))
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial / TOKENIZER)
         replace_directory(partial, path)
@@ -153,9 +153,14 @@ def link_model(source: Path, path: Path, *, training: dict[str, Any], tokenizer:
     with new_directory(path) as directory:
         directory.rmdir()
         link_tree(source, directory)
-        write_json(directory / TRAINING, training)
+        write_json(directory / TRAINING, training, private=_may_hold_secrets(training))
         if tokenizer is not None:
             _save_tokenizer(tokenizer, directory / TOKENIZER)
+
+
+def _may_hold_secrets(training: dict[str, Any]) -> bool:
+    """Where a user writes what he likes there may be one that does not look like one."""
+    return bool(training.get("training_args", {}).get("metadata"))
 
 
 def _save_tokenizer(tokenizer: Any, path: Path) -> None:
