@@ -73,6 +73,8 @@ class Peers:
             return f"the launcher and its store are gone ({lost})" if self.rank == 0 else None
         if alive and alive[0] != self.rank:
             return None
+        if not self.may_report():
+            return None  # on a busy machine another one has heard of it, and waited, long before
         silent = [str(rank) for rank in range(self.world_size) if rank not in alive]
         whom = f"rank {', '.join(silent)} is gone or does not answer" if silent else "the ranks lost each other"
         return f"{whom} ({lost}): see its log; the same command goes on from the last saved state"
