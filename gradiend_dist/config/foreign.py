@@ -164,12 +164,7 @@ OF_HUGGING_FACE = {
     "dataloader_num_workers": "rows are tokenized once, and gradients computed once",
 }
 
-_OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit",
-}
-
+_OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit"}
 
 # Flags and keys that mean the same under another name.
 RENAMED = {

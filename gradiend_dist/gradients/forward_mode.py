@@ -145,7 +145,6 @@ class _Owned:
     module: nn.Module
     attribute: str
     weight: Weight
-    parameter: nn.Parameter
     indices: Tensor | None
 
 
@@ -157,7 +156,7 @@ class _Moving:
 
     def __init__(self, base: BaseGradients, direction: Tensor) -> None:
         self.base, self.direction, self.called = base, direction, set[nn.Module]()
-        known = {id(parameter): (weight, parameter, indices) for weight, parameter, indices in base.weights}
+        known = {id(parameter): (weight, indices) for weight, parameter, indices in base.weights}
         self.owned = [
             _Owned(module, attribute, *known[id(parameter)])
             for module in base.model.modules()
